@@ -1,0 +1,25 @@
+# Adds the CPU kernels to a library, compiled once per instruction set; library.cpp picks one at run time.
+function(vegas_add_cpu_kernels library)
+  set(sets baseline)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    set(sets v4 v3 baseline)
+  endif()
+  set(flags_v4 -march=x86-64-v4 -mprefer-vector-width=512)
+  set(flags_v3 -march=x86-64-v3)
+  set(flags_baseline "")
+  set(name_v4 "x86-64-v4")
+  set(name_v3 "x86-64-v3")
+  set(name_baseline "baseline")
+  foreach(isa ${sets})
+    set(target ${library}_cpu_${isa})
+    add_library(${target} OBJECT ${ARGN})
+    target_include_directories(${target} PRIVATE csrc csrc/include)
+    target_compile_definitions(${target} PRIVATE VEGAS_ISA=${isa} VEGAS_ISA_NAME="${name_${isa}}")
+    # Sums may be reordered, so that loops vectorise. Infinities and NaN keep their meaning, and
+    # nothing changes the floating-point mode of the process, as -ffast-math would.
+    target_compile_options(${target} PRIVATE -O3 -fassociative-math -fno-signed-zeros -fno-trapping-math
+      -fno-math-errno ${flags_${isa}})
+    target_link_libraries(${target} PRIVATE OpenMP::OpenMP_CXX)
+    target_link_libraries(${library} PRIVATE ${target})
+  endforeach()
+endfunction()

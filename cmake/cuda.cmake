@@ -1,0 +1,35 @@
+# Decides whether CUDA kernels are built, and how.
+set(VEGAS_HAVE_CUDA OFF)
+if(NOT VEGAS_CUDA STREQUAL "OFF")
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 80-real)  # for the compiler check alone; targets name their own
+  endif()
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    enable_language(CUDA)
+    set(VEGAS_HAVE_CUDA ON)
+  elseif(VEGAS_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "VEGAS_CUDA=ON, but nvcc was not found: put it on PATH or set CUDACXX")
+  endif()
+endif()
+if(VEGAS_HAVE_CUDA AND NOT EXISTS "${VEGAS_CUTLASS_DIR}/cutlass/cutlass.h")
+  message(FATAL_ERROR "CUDA kernels need the CUTLASS headers: pip install --no-deps nvidia-cutlass==4.2.0.0, "
+                      "or set VEGAS_CUTLASS_DIR to a folder that holds cutlass/ and cute/, or VEGAS_CUDA=OFF")
+endif()
+
+# Adds .cu files to a library, compiled for every architecture of VEGAS_CUDA_ARCHITECTURES.
+function(vegas_add_cuda_kernels library)
+  list(TRANSFORM VEGAS_CUDA_ARCHITECTURES APPEND "-real" OUTPUT_VARIABLE real)
+  add_library(${library}_portable OBJECT ${ARGN})
+  target_include_directories(${library}_portable PRIVATE csrc csrc/include)
+  target_include_directories(${library}_portable SYSTEM PRIVATE "${VEGAS_CUTLASS_DIR}")
+  target_compile_definitions(${library}_portable PRIVATE VEGAS_WITH_CUDA)
+  target_compile_options(${library}_portable PRIVATE --expt-relaxed-constexpr -lineinfo)
+  set_target_properties(${library}_portable PROPERTIES CUDA_ARCHITECTURES "${real}")
+  target_compile_definitions(${library} PRIVATE VEGAS_WITH_CUDA
+    VEGAS_CUDA_ARCHITECTURES="${VEGAS_CUDA_ARCHITECTURES}")
+  target_link_libraries(${library} PRIVATE ${library}_portable)
+  set_target_properties(${library} PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static
+    CUDA_ARCHITECTURES 80-real)
+endfunction()

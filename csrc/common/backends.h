@@ -1,0 +1,30 @@
+// Entry points of the kernels behind each op. Arguments have been checked; each returns a VegasStatus.
+#pragma once
+
+#include "vegas_ops/api.h"
+
+namespace vegas_ops {
+
+// One table per instruction set: the same sources are compiled once for each (see cmake/cpu_isa.cmake).
+struct CpuKernels {
+  const char* isa;  // "x86-64-v4", "x86-64-v3", "baseline"
+  int (*verify)(const VegasVerifyParams&);
+  int (*select)(const VegasSelectParams&);
+  int (*aggregate)(const VegasSelectParams&);
+  int (*sparse)(const VegasSparseParams&);
+};
+
+// The best table for this processor; the environment variable VEGAS_OPS_ISA forces a lesser one.
+const CpuKernels& cpu_kernels();
+
+#ifdef VEGAS_WITH_CUDA
+int verify_portable(const VegasVerifyParams&, void* stream);
+int select_portable(const VegasSelectParams&, void* stream);
+int aggregate_portable(const VegasSelectParams&, void* stream);
+int sparse_portable(const VegasSparseParams&, void* stream);
+size_t verify_portable_workspace(const VegasBounds&);
+size_t select_portable_workspace(const VegasBounds&);
+size_t sparse_portable_workspace(const VegasBounds&);
+#endif
+
+}  // namespace vegas_ops

@@ -1,0 +1,23 @@
+// Last step of every op's check.cpp: hand the checked arguments to the kernels of a device.
+#pragma once
+
+#include "common/backends.h"
+#include "common/status.h"
+
+namespace vegas_ops {
+
+template <class Params>
+int dispatch(const Params& params, VegasDevice device, void* stream, int (*cpu)(const Params&),
+             int (*cuda)(const Params&, void*)) {
+  if (device == VEGAS_CPU) return cpu(params);
+  if (!cuda) return fail(VEGAS_UNSUPPORTED, "this build of vegas_ops has no CUDA kernels; rebuild with VEGAS_CUDA=ON");
+  return cuda(params, stream);
+}
+
+}  // namespace vegas_ops
+
+#ifdef VEGAS_WITH_CUDA
+#define VEGAS_CUDA_KERNEL(name) ::vegas_ops::name
+#else
+#define VEGAS_CUDA_KERNEL(name) nullptr
+#endif
