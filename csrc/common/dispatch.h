@@ -1,14 +1,19 @@
 // Last step of every op's check.cpp: hand the checked arguments to the kernels of a device.
 #pragma once
 
+#include <type_traits>
+
 #include "common/backends.h"
 #include "common/status.h"
 
 namespace vegas_ops {
 
 template <class Params>
+using CudaKernel = int (*)(const Params&, void* stream);
+
+template <class Params>
 int dispatch(const Params& params, VegasDevice device, void* stream, int (*cpu)(const Params&),
-             int (*cuda)(const Params&, void*)) {
+             std::common_type_t<CudaKernel<Params>> cuda) {
   if (device == VEGAS_CPU) return cpu(params);
   if (!cuda) return fail(VEGAS_UNSUPPORTED, "this build of vegas_ops has no CUDA kernels; rebuild with VEGAS_CUDA=ON");
   return cuda(params, stream);

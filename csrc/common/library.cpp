@@ -68,9 +68,12 @@ size_t vegas_workspace_bytes(VegasOp op, const VegasBounds* bounds, VegasDevice 
 #ifdef VEGAS_WITH_CUDA
   if (device == VEGAS_CUDA) {
     switch (op) {
-      case VEGAS_OP_VERIFY: return vegas_ops::verify_portable_workspace(*bounds);
-      case VEGAS_OP_SELECT: return vegas_ops::select_portable_workspace(*bounds);
-      case VEGAS_OP_SPARSE: return vegas_ops::sparse_portable_workspace(*bounds);
+      case VEGAS_OP_VERIFY:
+        return vegas_ops::verify_portable_workspace(*bounds);
+      case VEGAS_OP_SELECT:
+        return vegas_ops::select_portable_workspace(*bounds);
+      case VEGAS_OP_SPARSE:
+        return vegas_ops::sparse_portable_workspace(*bounds);
     }
   }
 #else

@@ -11,7 +11,7 @@ int fail(VegasStatus status, const char* format, ...) __attribute__((format(prin
 }  // namespace vegas_ops
 
 // Argument check of the C interface: returns VEGAS_INVALID_ARGUMENT from the enclosing function.
-#define VEGAS_CHECK(condition, ...)                                      \
-  do {                                                                   \
+#define VEGAS_CHECK(condition, ...)                                                  \
+  do {                                                                               \
     if (!(condition)) return ::vegas_ops::fail(VEGAS_INVALID_ARGUMENT, __VA_ARGS__); \
   } while (0)

@@ -42,9 +42,9 @@ typedef struct {
 typedef struct {
   VegasCacheView k;
   VegasCacheView v;
-  VegasDtype dtype;           // the query's dtype, or VEGAS_FP8_E4M3
+  VegasDtype dtype;  // the query's dtype, or VEGAS_FP8_E4M3
   int64_t num_pages;
-  int32_t page_size;          // tokens
+  int32_t page_size;  // tokens
   int32_t num_heads_kv;
   int32_t head_dim;
   const int32_t* block_table;  // (batch, max_pages); entries at or beyond ceil(length / page_size) are never read
@@ -67,21 +67,21 @@ typedef struct {
   int32_t max_seqlen_q;
   int32_t max_seqlen_k;
   float softmax_scale;
-  int32_t causal;        // 0 | 1, aligned to the bottom right
-  int32_t window_left;   // keys in [p - left, p + right], p = seqused_k - q_len + row; -1 is unbounded
+  int32_t causal;       // 0 | 1, aligned to the bottom right
+  int32_t window_left;  // keys in [p - left, p + right], p = seqused_k - q_len + row; -1 is unbounded
   int32_t window_right;
-  float softcap;         // 0 is off
-  const float* sinks;    // (num_heads_q,) or NULL
+  float softcap;       // 0 is off
+  const float* sinks;  // (num_heads_q,) or NULL
   VegasDump dump;
   const float* guide_lse_hint;  // (batch, 2, num_heads_kv), contiguous, natural log; for TOKEN_WEIGHT
   const int32_t* dump_rows;     // (batch,) bits, NULL: 3 everywhere
   const int32_t* dump_len;      // (batch,), NULL: seqused_k - q_len + 1; clamped to [0, seqused_k]
   int32_t batch_invariant;      // 0 | 1
   int32_t num_splits;           // 0: by heuristic
-  void* out;  // (total_q, num_heads_q, head_dim), q's dtype
+  void* out;                    // (total_q, num_heads_q, head_dim), q's dtype
   int64_t out_stride_row;
   int64_t out_stride_head;
-  float* lse;  // (num_heads_q, total_q), contiguous, natural log, sink excluded
+  float* lse;    // (num_heads_q, total_q), contiguous, natural log, sink excluded
   void* logits;  // the shape of `dump`; strides of all dimensions but the last, outermost first
   int64_t logits_stride[3];
   VegasDtype logits_dtype;  // VEGAS_FLOAT32 | VEGAS_BFLOAT16
@@ -99,24 +99,24 @@ typedef struct {
   VegasMode mode;
   int32_t layers;
   int32_t batch;
-  int32_t num_heads;     // of the dump: num_heads_kv for KV_HEAD, num_heads_q for ROWS and ALL, else 1
-  int32_t total_q;       // rows of ALL, and of lse
-  int32_t max_seqlen_k;  // last dimension of logits
-  const int32_t* seqlens;  // (batch,) candidates; clamped to [0, max_seqlen_k]
-  const float* lse;        // (layers, num_heads, total_q), contiguous; ROWS and ALL in weight mode
-  const float* guide_lse;  // (layers, batch, 2, num_heads), contiguous; KV_HEAD in weight mode
+  int32_t num_heads;            // of the dump: num_heads_kv for KV_HEAD, num_heads_q for ROWS and ALL, else 1
+  int32_t total_q;              // rows of ALL, and of lse
+  int32_t max_seqlen_k;         // last dimension of logits
+  const int32_t* seqlens;       // (batch,) candidates; clamped to [0, max_seqlen_k]
+  const float* lse;             // (layers, num_heads, total_q), contiguous; ROWS and ALL in weight mode
+  const float* guide_lse;       // (layers, batch, 2, num_heads), contiguous; KV_HEAD in weight mode
   const int32_t* cu_seqlens_q;  // (batch + 1,) or NULL
   const int32_t* dump_rows;     // (batch,) bits or NULL: 3
   const float* sinks;           // (num_heads,) or (layers, num_heads) by the stride, or NULL
   int64_t sinks_stride_layer;
-  int32_t k;                    // used where k_per_request is NULL
+  int32_t k;                     // used where k_per_request is NULL
   const int32_t* k_per_request;  // (batch,) or NULL
-  int32_t pool_before;  // a score is the maximum over [i - before, i + after]
+  int32_t pool_before;           // a score is the maximum over [i - before, i + after]
   int32_t pool_after;
-  int32_t num_sink;     // forced: [0, num_sink)
-  int32_t num_recent;   // forced: the last num_recent candidates
-  int32_t count_forced;  // 1: forced tokens count towards k
-  int32_t per_kv_head;   // 1: one list per head of a KV_HEAD dump
+  int32_t num_sink;            // forced: [0, num_sink)
+  int32_t num_recent;          // forced: the last num_recent candidates
+  int32_t count_forced;        // 1: forced tokens count towards k
+  int32_t per_kv_head;         // 1: one list per head of a KV_HEAD dump
   const int32_t* block_table;  // (batch, max_pages): emit slots; NULL: emit token indices
   int64_t block_table_stride;
   int32_t max_pages;
@@ -134,7 +134,7 @@ typedef struct {
 // sparse_paged_decode
 typedef struct {
   VegasPagedCache cache;  // block_table may be NULL where neither logical indices nor a tail need it
-  const void* q;  // (batch, num_heads_q, head_dim)
+  const void* q;          // (batch, num_heads_q, head_dim)
   int64_t q_stride_row;
   int64_t q_stride_head;
   VegasDtype q_dtype;
@@ -152,8 +152,8 @@ typedef struct {
   int32_t indices_are_slots;  // 1: page * page_size + offset; 0: token indices, through block_table
   float softmax_scale;
   float softcap;
-  const float* sinks;    // (num_heads_q,) or NULL
-  int32_t window_left;   // over token positions, p = seqused_k - 1; -1 is unbounded
+  const float* sinks;   // (num_heads_q,) or NULL
+  int32_t window_left;  // over token positions, p = seqused_k - 1; -1 is unbounded
   int32_t window_right;
   int32_t batch_invariant;
   int32_t num_splits;
