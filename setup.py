@@ -48,8 +48,9 @@ def find_torch() -> Path:
     torch = Path(folder) if folder else package_folder("torch")
     if torch is None or not (torch / "version.py").is_file():
         raise SystemExit(
-            "vegas_ops: no torch found in this environment. Install it first (CPU-only or CUDA, 2.10 or newer), "
-            "then install vegas_ops again; with uv add --no-build-isolation. VEGAS_TORCH_DIR overrides the search."
+            "vegas_ops: no torch found in this environment. Install it first (CPU-only or CUDA, 2.10 or "
+            "newer), then install vegas_ops again; with uv add --no-build-isolation. "
+            "VEGAS_TORCH_DIR overrides the search."
         )
     match = re.search(r"__version__ = '(\d+)\.(\d+)", (torch / "version.py").read_text())
     if not match or (int(match[1]), int(match[2])) < OLDEST_TORCH:
@@ -64,18 +65,17 @@ def check_cuda_versions(nvcc: str, torch: Path) -> None:
         r"release (\d+)\.(\d+)",
         subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout,
     )
-    built = re.search(
-        r"^cuda(?:: [^=]*)? = '(\d+)\.(\d+)", (torch / "version.py").read_text(), re.MULTILINE
-    )
+    built = re.search(r"^cuda(?:: [^=]*)? = '(\d+)\.(\d+)", (torch / "version.py").read_text(), re.MULTILINE)
     if release and built and release[1] != built[1]:
         raise SystemExit(
-            f"vegas_ops: nvcc is CUDA {release[1]}.{release[2]}, but torch was built for CUDA {built[1]}.{built[2]}. "
+            f"vegas_ops: nvcc is CUDA {release[1]}.{release[2]}, "
+            f"but torch was built for CUDA {built[1]}.{built[2]}. "
             f"Put nvcc {built[1]}.x on PATH or set CUDACXX, or build without CUDA kernels: VEGAS_CUDA=OFF"
         )
 
 
 def find_cutlass(download_to: Path) -> Path | None:
-    """CUTLASS's include folder: named, installed (the nvidia-cutlass wheel), or fetched into the build folder."""
+    """CUTLASS's include folder: named, installed (nvidia-cutlass), or fetched into the build folder."""
     for variable in ("VEGAS_CUTLASS_DIR", "CUTLASS_PATH"):
         if folder := os.environ.get(variable):
             nested = Path(folder) / "include"
@@ -124,7 +124,7 @@ def job_count(memory: int, cores: int, max_jobs: str | None) -> int:
 
 
 def run(command: list[str]) -> None:
-    """Runs a build step; a failure ends with the first compiler error and a hint instead of the build tool's last words."""
+    """Runs a build step; a failure ends with the first compiler error and a hint."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
@@ -141,11 +141,7 @@ def run(command: list[str]) -> None:
         lines[-1] if lines else "",
     )
     hint = ""
-    if (
-        "Killed" in text
-        or "cannot allocate memory" in text.lower()
-        or "out of memory" in text.lower()
-    ):
+    if "Killed" in text or "cannot allocate memory" in text.lower() or "out of memory" in text.lower():
         hint = " Memory ran out: set MAX_JOBS=1."
     elif "No such file or directory" in first or "No such file" in first:
         hint = " A header is missing: check the compiler, torch and CUTLASS installations."

@@ -27,8 +27,8 @@ function(vegas_add_cuda_kernels library)
   target_compile_definitions(${library}_portable PRIVATE VEGAS_WITH_CUDA)
   target_compile_options(${library}_portable PRIVATE --expt-relaxed-constexpr -lineinfo)
   set_target_properties(${library}_portable PROPERTIES CUDA_ARCHITECTURES "${real}")
-  target_compile_definitions(${library} PRIVATE VEGAS_WITH_CUDA
-    VEGAS_CUDA_ARCHITECTURES="${VEGAS_CUDA_ARCHITECTURES}")
+  list(JOIN VEGAS_CUDA_ARCHITECTURES " " listed)
+  target_compile_definitions(${library} PRIVATE VEGAS_WITH_CUDA "VEGAS_CUDA_ARCHITECTURES=\"${listed}\"")
   target_link_libraries(${library} PRIVATE ${library}_portable)
   set_target_properties(${library} PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static
     CUDA_ARCHITECTURES 80-real)

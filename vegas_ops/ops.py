@@ -7,8 +7,8 @@ nothing is allocated. No call reads device values on the host, so all are safe u
 Conventions: integer tensors are int32 on the first argument's device. ``k_cache`` and ``v_cache``
 are views ``(num_pages, page_size, num_heads_kv, head_dim)`` with any page, token and head strides
 (last dimension contiguous, rows 16-byte aligned). Query head ``h`` uses KV head ``h // group`` with
-``group = num_heads_q // num_heads_kv``. Table entries at or beyond ``ceil(length / page_size)`` and cache slots at
-or beyond a length are never touched. A page id or index that is negative or outside the cache within
+``group = num_heads_q // num_heads_kv``. Table entries at or beyond ``ceil(length / page_size)`` and
+cache slots at or beyond a length are never touched. A page id or index that is negative or outside the cache within
 the counted range is skipped as if masked. A row that sees no key yields out 0 and lse -inf.
 NaN in visible data propagates. Bad arguments raise ``ValueError``, naming the argument.
 """
@@ -258,7 +258,8 @@ def flash_attn_with_logit_dump(
         scheduler_metadata: from :func:`build_scheduler_metadata`; unused by this release's kernels.
         out: (total_q, num_heads_q, head_dim), q's dtype.
         lse: (num_heads_q, total_q) fp32, contiguous.
-        logits: see ``dump``; its last dimension may be wider than ``max_seqlen_k``; fp32 is accepted for every dump.
+        logits: see ``dump``; its last dimension may be wider than ``max_seqlen_k``; fp32 is accepted
+            for every dump.
         guide_lse: (batch, 2, num_heads_kv) fp32, contiguous.
         workspace: from :func:`make_workspace`; allocated when absent and needed.
 
@@ -372,7 +373,8 @@ def topk_aggregate_logits(
         mode: "logit" sums logits over heads and counted rows. "weight": "kv_head" dumps rank by
             the sum of exp(l - guide_lse), "rows" and "all" by that of exp(l) / (exp(lse) + exp(sink));
             "token" and "token_weight" are taken as they are.
-        lse: (num_heads_q, total_q) fp32, for "rows" and "all" in weight mode; leads with layers if logits does.
+        lse: (num_heads_q, total_q) fp32, for "rows" and "all" in weight mode; leads with layers if
+            logits does.
         guide_lse: (batch, 2, num_heads_kv) fp32, for "kv_head" in weight mode; likewise.
         cu_seqlens_q: (batch + 1,) int32, as given to the verification; required for "all" and for
             "rows" in weight mode. With it, a one-row request counts its row once.

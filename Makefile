@@ -1,0 +1,46 @@
+# The commands of the README. Each sets up what it needs in .venv; nothing has to be installed before
+# but Python 3.10 or newer and a C++ compiler.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
+# nvcc from PyPI, where tools/environment.sh installed one
+WHEEL_CUDA := $(wildcard $(VENV)/lib/python3*/site-packages/nvidia/cu13)
+
+.PHONY: demo test bench lint format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/vegas-ops demo $(ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.installed
+	$(BIN)/vegas-ops bench $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*')
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*')
+
+clean:
+	rm -rf build $(VENV) vegas_ops/*.so
+
+$(VENV)/.torch: tools/environment.sh
+	tools/environment.sh $(VENV) $(PYTHON)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
+	$(if $(WHEEL_CUDA),CUDACXX=$${CUDACXX:-$(abspath $(WHEEL_CUDA))/bin/nvcc} LIBRARY_PATH=$(abspath $(WHEEL_CUDA))/lib) \
+	  $(BIN)/python -m pip --disable-pip-version-check install --quiet --editable ".[test]"
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.installed
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet ".[lint]"
+	touch $@
