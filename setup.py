@@ -104,14 +104,20 @@ def find_cutlass(download_to: Path) -> Path | None:
     return unpacked
 
 
-def memory_limit() -> int:
+CGROUP_LIMITS = [
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+]
+
+
+def memory_limit(cgroup_limits: list[Path] = CGROUP_LIMITS) -> int:
     """Bytes this process may use: the machine's free memory, or the container's limit where that is lower."""
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file() and (free := re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())):
         limit = int(free[1]) * 1024
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(name).is_file() and (text := Path(name).read_text().strip()).isdigit():
+    for file in cgroup_limits:
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
             limit = min(limit, int(text))
     return limit
 

@@ -98,9 +98,7 @@ def flash_attn_with_logit_dump(
                 for row in range(q_len)
             ]
         )
-        row_logits = [
-            _logits(q[row].to(compute_dtype), keys, scale, softcap) for row in range(start, end)
-        ]
+        row_logits = [_logits(q[row].to(compute_dtype), keys, scale, softcap) for row in range(start, end)]
 
         for row in range(q_len):
             seen = visible[row]
@@ -263,9 +261,7 @@ def topk_aggregate_logits(
             )  # fmt: skip
             scores = per_head if per_kv_head else _sum_scores(per_head, dim=0)[None]
             for head in range(scores.shape[0]):
-                chosen = _choose(
-                    _pool(scores[head], pool), budget, num_sink, num_recent, count_forced, max_k
-                )
+                chosen = _choose(_pool(scores[head], pool), budget, num_sink, num_recent, count_forced, max_k)
                 if block_table is not None:
                     assert page_size is not None
                     pages = block_table[b, chosen // page_size].to(torch.int64)
@@ -332,9 +328,7 @@ def sparse_paged_decode(
                     slots = _existing_slots(listed, block_table[b], k_cache, length, window_size)
                 if tail_start is not None:
                     assert block_table is not None and length is not None
-                    tail = torch.arange(
-                        min(max(int(tail_start[b]), 0), length), length, device=q.device
-                    )
+                    tail = torch.arange(min(max(int(tail_start[b]), 0), length), length, device=q.device)
                     tail = _existing_slots(tail, block_table[b], k_cache, length, window_size)
                     slots = torch.cat([slots, tail])
             keys = _load(k_cache, slots, _descale_of(k_descale, b, num_heads_kv), compute_dtype)
@@ -522,9 +516,7 @@ def _scores(
     elif mode == "weight" and dump in ("rows", "all"):
         if lse is None or first is None or last is None:
             raise ValueError(f"`lse` and `cu_seqlens_q` must be given to weigh a {dump!r} dump")
-        counted = (
-            list(range(first, last + 1)) if dump == "all" else [(first, last)[p] for p in planes]
-        )
+        counted = list(range(first, last + 1)) if dump == "all" else [(first, last)[p] for p in planes]
         norm = (lse[layer] if has_layers else lse)[:, counted].T.to(dtype)  # (rows, heads)
         if sinks is not None:
             norm = torch.logaddexp(norm, (sinks[layer] if sinks.ndim == 2 else sinks).to(dtype))
@@ -550,9 +542,7 @@ def _pool(scores: Tensor, pool: tuple[int, int]) -> Tensor:
     return pooled.masked_fill(unselectable, -math.inf)
 
 
-def _choose(
-    scores: Tensor, k: int, num_sink: int, num_recent: int, count_forced: bool, max_k: int
-) -> Tensor:
+def _choose(scores: Tensor, k: int, num_sink: int, num_recent: int, count_forced: bool, max_k: int) -> Tensor:
     """Forced tokens, then the best of the others; ascending."""
     n = scores.shape[0]
     tokens = torch.arange(n, device=scores.device)

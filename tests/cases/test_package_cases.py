@@ -1,0 +1,221 @@
+"""Reported faults of building and importing, by their numbers in the list of public reports."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import vegas_ops
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(vegas_ops.__file__).parent
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def setup_py() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("vegas_setup", ROOT / "setup.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+    )
+
+
+def fake_torch(folder: Path, version: str, cuda: str | None = None) -> Path:
+    (folder / "torch").mkdir(parents=True)
+    lines = [f"__version__ = '{version}'", f"cuda: str | None = {cuda!r}"]
+    (folder / "torch" / "version.py").write_text("\n".join(lines) + "\n")
+    return folder / "torch"
+
+
+def fake_nvcc(folder: Path, release: str) -> str:
+    nvcc = folder / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    nvcc.chmod(0o755)
+    return str(nvcc)
+
+
+def test_case_097_import_needs_no_prior_torch() -> None:
+    result = run_python("import vegas_ops, sys; assert 'torch' in sys.modules; print(vegas_ops.__version__)")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == vegas_ops.__version__
+
+
+def test_case_097_binary_that_does_not_load_names_both_versions(tmp_path: Path) -> None:
+    shutil.copytree(
+        PACKAGE, tmp_path / "vegas_ops", ignore=shutil.ignore_patterns("*.so", "data", "__pycache__")
+    )
+    (tmp_path / "vegas_ops" / "libvegas_torch.so").write_bytes(b"not a library")
+    result = subprocess.run(
+        [sys.executable, "-c", "import vegas_ops"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+    )
+    last = result.stderr.strip().splitlines()[-1]
+    assert result.returncode != 0
+    assert f"torch {torch.__version__}" in last and "2.10 or newer" in last
+
+
+def test_case_097_torch_too_old_is_refused_before_compiling(
+    setup_py: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VEGAS_TORCH_DIR", str(fake_torch(tmp_path, "2.9.1")))
+    with pytest.raises(SystemExit, match=r"torch must be 2\.10 or newer, got 2\.9"):
+        setup_py.find_torch()
+
+
+def test_case_098_isolated_build_finds_the_environments_torch(setup_py: ModuleType) -> None:
+    # pip's build isolation hides site-packages from sys.path, so find_spec sees nothing there.
+    folder = Path(sysconfig.get_path("platlib")) / "torch"
+    if not folder.is_dir():
+        pytest.skip("torch is not installed in this environment's own site-packages")
+    code = (
+        "import sys, importlib.util; sys.path = [p for p in sys.path if 'site-packages' not in p]\n"
+        f"spec = importlib.util.spec_from_file_location('s', {str(ROOT / 'setup.py')!r})\n"
+        "sys.modules['setuptools'] = type(sys)('setuptools'); sys.modules['setuptools'].Extension = None\n"
+        "sys.modules['setuptools'].setup = None\n"
+        "c = type(sys)('c'); c.build_ext = object; sys.modules['setuptools.command'] = c\n"
+        "sys.modules['setuptools.command.build_ext'] = c\n"
+        "m = importlib.util.module_from_spec(spec); spec.loader.exec_module(m); print(m.find_torch())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()) == folder
+
+
+@pytest.mark.parametrize(
+    ("release", "torch_cuda", "refused"),
+    [("12.9", "11.8", True), ("12.9", "12.4", False), ("12.9", "13.0", True), ("13.0", "13.2", False)],
+)
+def test_case_098_nvcc_and_torch_versions(
+    setup_py: ModuleType, tmp_path: Path, release: str, torch_cuda: str, refused: bool
+) -> None:
+    nvcc = fake_nvcc(tmp_path, release)
+    torch_folder = fake_torch(tmp_path, "2.11.0", torch_cuda)
+    if refused:
+        with pytest.raises(
+            SystemExit, match=f"nvcc is CUDA {release}.*built for CUDA {torch_cuda}.*VEGAS_CUDA=OFF"
+        ):
+            setup_py.check_cuda_versions(nvcc, torch_folder)
+    else:
+        setup_py.check_cuda_versions(nvcc, torch_folder)
+
+
+def test_case_098_cpu_torch_accepts_any_nvcc(setup_py: ModuleType, tmp_path: Path) -> None:
+    setup_py.check_cuda_versions(fake_nvcc(tmp_path, "12.9"), fake_torch(tmp_path, "2.13.0+cpu", None))
+
+
+@pytest.mark.parametrize(
+    ("memory", "cores", "max_jobs", "expected"),
+    [
+        (8 * GIB, 2, None, 2),
+        (8 * GIB, 64, None, 3),  # many cores, little memory: 2 GiB a job and a reserve
+        (GIB // 2, 8, None, 1),
+        (256 * GIB, 16, None, 16),
+        (8 * GIB, 2, "5", 5),
+        (8 * GIB, 2, "0", 1),
+    ],
+)
+def test_case_100_jobs_respect_memory(
+    setup_py: ModuleType, memory: int, cores: int, max_jobs: str | None, expected: int
+) -> None:
+    assert setup_py.job_count(memory, cores, max_jobs) == expected
+
+
+def test_case_100_container_limit_counts(setup_py: ModuleType, tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{3 * GIB}\n")
+    assert setup_py.memory_limit([limit]) <= 3 * GIB
+    limit.write_text("max\n")
+    assert setup_py.memory_limit([limit]) > 0
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.parametrize("architectures", ["90", None])
+def test_case_101_configures_for_cuda_without_a_gpu(tmp_path: Path, architectures: str | None) -> None:
+    cutlass = tmp_path / "cutlass"
+    (cutlass / "cutlass").mkdir(parents=True)
+    (cutlass / "cutlass" / "cutlass.h").touch()
+    import pybind11
+
+    command = [
+        "cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(tmp_path / "build"), "-DVEGAS_CUDA=ON",
+        f"-DVEGAS_CUTLASS_DIR={cutlass}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]  # fmt: skip
+    if architectures:
+        command.append(f"-DVEGAS_CUDA_ARCHITECTURES={architectures}")
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    compiled = (tmp_path / "build" / "compile_commands.json").read_text()
+    assert "sm_90" in compiled
+    assert ("sm_80" in compiled) == (architectures is None)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("[3/9] x\na.cpp:4:10: fatal error: cuda.h: No such file or directory\nninja: stopped", "cuda.h.*header is missing"),
+        ("[1/9] c++ a.cpp\nc++: fatal error: Killed signal terminated program cc1plus", "Killed.*MAX_JOBS=1"),
+        ("ld: a.o: undefined reference to `f'\ncollect2: error: ld returned 1", "undefined reference to `f'"),
+        ("CMake Error: No CMAKE_CXX_COMPILER could be found.", "No C\\+\\+ compiler"),
+    ],
+)  # fmt: skip
+def test_case_104_first_error_and_a_hint(setup_py: ModuleType, output: str, expected: str) -> None:
+    with pytest.raises(SystemExit, match=f"(?s)the build failed at.*{expected}"):
+        setup_py.run([sys.executable, "-c", f"print({output!r}); raise SystemExit(1)"])
+
+
+def test_case_104_failed_build_is_not_taken_for_good(setup_py: ModuleType, tmp_path: Path) -> None:
+    # CMake writes outputs only after a successful step: a second build fails again.
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.24)\nproject(p LANGUAGES CXX)\nadd_library(a SHARED a.cpp)\n"
+    )
+    (tmp_path / "a.cpp").write_text("#include <no_such_header.h>\n")
+    setup_py.run(["cmake", "-G", "Ninja", "-S", str(tmp_path), "-B", str(tmp_path / "b")])
+    for _ in range(2):
+        with pytest.raises(SystemExit, match=r"no_such_header\.h"):
+            setup_py.run(["cmake", "--build", str(tmp_path / "b")])
+
+
+def test_case_105_info_needs_no_compiler() -> None:
+    result = run_python(
+        "import sys; from vegas_ops.cli import main; sys.exit(main(['info']))",
+        PATH="/nonexistent",
+        CUDACXX="",
+    )
+    assert result.returncode == 0, result.stderr
+    assert vegas_ops.__version__ in result.stdout
+    for op in ("flash_attn_with_logit_dump", "topk_aggregate_logits", "sparse_paged_decode"):
+        assert op in result.stdout
+
+
+def test_case_106_older_gpus_get_portable_kernels() -> None:
+    from vegas_ops import _C
+
+    architectures = _C.cuda_architectures().split()
+    if not architectures:
+        pytest.skip("this build has no CUDA kernels")
+    assert all(_C.kernel_name(op, True) == "portable" for op in range(3))
+    assert {"80", "86", "89"} <= set(architectures)
