@@ -1,0 +1,249 @@
+"""Qwen3 dense decoder over caller-supplied attention, for inference.
+
+Rows are flat: any mix of sequences, each row with its own position, no batch dimension. What
+attends to what is the business of `attend`, one call per layer (see `Attend`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from vegas_ops.models.config import ModelFolderError, Qwen3Config
+from vegas_ops.models.linear import Linear
+from vegas_ops.models.rope import pair_order, rope_table
+from vegas_ops.models.weights import SafetensorsFolder
+
+
+class Attend(Protocol):
+    """Appends the rows' keys and values to a cache and attends.
+
+    q: (rows, num_heads_q, head_dim). k, v: (rows, num_heads_kv, head_dim). All are strided views
+    whose last dimension is contiguous. Returns (rows, num_heads_q, head_dim).
+    """
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: torch.Tensor  # (hidden,)
+    qkv: Linear
+    qk_norm: torch.Tensor  # (num_heads_q + num_heads_kv, head_dim): one weight a head, as multiplied
+    attention_out: Linear
+    mlp_norm: torch.Tensor  # (hidden,)
+    gate_up: Linear
+    down: Linear
+
+
+class Qwen3Model:
+    """Qwen3 dense decoder: QK-norm, grouped queries, RoPE, SwiGLU, tied or untied embeddings.
+
+    Attributes: `num_layers`, `num_heads_q`, `num_heads_kv`, `head_dim`, `vocab_size`,
+    `max_position` (tokens), `dtype`, `device`, `softmax_scale`, `config`, and `batch_invariant`:
+    whether every linear layer was found to compute a row alike among any number of rows.
+
+    Queries and keys leave in the order of `rope.pair_order`, not in the checkpoint's; attention
+    does not notice.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        tensors: dict[str, torch.Tensor],
+        device: torch.device | str = "cpu",
+        batch_invariant: bool = False,
+    ) -> None:
+        """`tensors`: the checkpoint's, by their Hugging Face names, in one dtype.
+
+        `batch_invariant=True` pays for row-count independence where it is not free (a GPU, fp16):
+        linear layers then always compute 64 rows.
+        """
+        self.config = config
+        self.device = torch.device(device)
+        self.num_layers = config.num_layers
+        self.num_heads_q = config.num_heads_q
+        self.num_heads_kv = config.num_heads_kv
+        self.head_dim = config.head_dim
+        self.vocab_size = config.vocab_size
+        self.max_position = config.max_position
+        self.softmax_scale = config.head_dim**-0.5
+        self._embedding = tensors["model.embed_tokens.weight"].to(self.device)
+        self.dtype = self._embedding.dtype
+        self._fixed_rows = batch_invariant
+        self._layers = [self._make_layer(tensors, i) for i in range(config.num_layers)]
+        self._norm = tensors["model.norm.weight"].to(self.device)
+        head = self._embedding
+        if not config.tie_word_embeddings:
+            head = tensors["lm_head.weight"].to(self.device)
+        self._head = Linear(head, fixed_rows=batch_invariant)
+        self._rope = rope_table(config, self.device)
+        first = self._layers[0]
+        kinds = (first.qkv, first.attention_out, first.gate_up, first.down, self._head)
+        with torch.inference_mode():
+            self.batch_invariant = all(linear.is_row_invariant() for linear in kinds)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        batch_invariant: bool = False,
+    ) -> Qwen3Model:
+        """Loads a Hugging Face folder with safetensors weights, one file or shards.
+
+        dtype: fp32, bf16 or fp16; None takes the config's. Raises ModelFolderError, which names the
+        file and the field, for a folder that is not a complete Qwen3 model.
+        """
+        files = SafetensorsFolder(folder)
+        config = Qwen3Config.from_folder(folder)
+        dtype = config.dtype if dtype is None else dtype
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype}")
+        tensors = files.read(parameter_shapes(config), dtype)
+        return cls(config, tensors, device, batch_invariant)
+
+    @classmethod
+    def random(
+        cls,
+        config: Qwen3Config,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        batch_invariant: bool = False,
+    ) -> Qwen3Model:
+        """A model with random weights that keep activations near unit variance, for tests."""
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for name, shape in parameter_shapes(config):
+            value = torch.randn(shape, generator=generator)
+            if name.endswith("norm.weight"):
+                value = 1 + 0.1 * value
+            elif len(shape) == 2:
+                value = value * shape[1] ** -0.5
+            else:
+                value = 0.1 * value
+            tensors[name] = value.to(dtype)
+        return cls(config, tensors, device, batch_invariant)
+
+    def _make_layer(self, tensors: dict[str, torch.Tensor], index: int) -> _Layer:
+        config, prefix = self.config, f"model.layers.{index}."
+        order = pair_order(config.head_dim)
+
+        def weight(name: str) -> torch.Tensor:
+            return tensors[prefix + name + ".weight"]
+
+        def bias(name: str) -> torch.Tensor | None:
+            return tensors[prefix + name + ".bias"] if config.attention_bias else None
+
+        def paired(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1)
+
+        def join(parts: list[torch.Tensor], biases: list[torch.Tensor | None]) -> Linear:
+            known = [part for part in biases if part is not None]
+            return Linear(
+                torch.cat(parts).to(self.device),
+                torch.cat(known).to(self.device) if known else None,
+                self._fixed_rows,
+            )
+
+        q_bias, k_bias, v_bias = (bias(f"self_attn.{x}_proj") for x in "qkv")
+        return _Layer(
+            input_norm=weight("input_layernorm").to(self.device),
+            qkv=join(
+                [
+                    paired(weight("self_attn.q_proj")),
+                    paired(weight("self_attn.k_proj")),
+                    weight("self_attn.v_proj"),
+                ],
+                [
+                    None if q_bias is None else paired(q_bias),
+                    None if k_bias is None else paired(k_bias),
+                    v_bias,
+                ],
+            ),
+            qk_norm=torch.cat(
+                [
+                    weight("self_attn.q_norm")[order].expand(config.num_heads_q, -1),
+                    weight("self_attn.k_norm")[order].expand(config.num_heads_kv, -1),
+                ]
+            ).to(self.device),
+            attention_out=join([weight("self_attn.o_proj")], [bias("self_attn.o_proj")]),
+            mlp_norm=weight("post_attention_layernorm").to(self.device),
+            gate_up=join([weight("mlp.gate_proj"), weight("mlp.up_proj")], []),
+            down=join([weight("mlp.down_proj")], []),
+        )
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states after the final norm, (rows, hidden), in the model's dtype.
+
+        token_ids, positions: (rows,) integers on the model's device; positions below
+        `max_position`. Calls `attend` once per layer, in order. No rows: an empty result, `attend`
+        is still called.
+        """
+        config, eps = self.config, self.config.rms_norm_eps
+        qk_heads, kv_heads, head_dim = (
+            config.num_heads_q + config.num_heads_kv,
+            config.num_heads_kv,
+            config.head_dim,
+        )
+        qk_size = qk_heads * head_dim
+        hidden_shape, head_shape = (config.hidden_size,), (head_dim,)
+        gate_size = config.intermediate_size
+        x = F.embedding(token_ids, self._embedding)
+        rope = self._rope[positions].unsqueeze(1)
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(F.rms_norm(x, hidden_shape, layer.input_norm, eps))
+            qk = qkv[:, :qk_size].unflatten(1, (qk_heads, head_dim))
+            v = qkv[:, qk_size:].unflatten(1, (kv_heads, head_dim))
+            qk = F.rms_norm(qk, head_shape, None, eps) * layer.qk_norm
+            pairs = torch.view_as_complex(qk.float().unflatten(2, (-1, 2)))
+            qk = torch.view_as_real(pairs * rope).flatten(2).to(self.dtype)
+            out = attend(index, qk[:, : config.num_heads_q], qk[:, config.num_heads_q :], v)
+            x = layer.attention_out(out.flatten(1), x)
+            gate_up = layer.gate_up(F.rms_norm(x, hidden_shape, layer.mlp_norm, eps))
+            x = layer.down(F.silu(gate_up[:, :gate_size]) * gate_up[:, gate_size:], x)
+        return F.rms_norm(x, hidden_shape, self._norm, eps)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden) from `forward` -> (rows, vocab_size) fp32."""
+        return self._head(hidden).float()
+
+
+def parameter_shapes(config: Qwen3Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a checkpoint's tensors, as Hugging Face names them."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads_q * dim, config.num_heads_kv * dim
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        for name, out_size, in_size in (
+            ("q_proj", q_size, hidden),
+            ("k_proj", kv_size, hidden),
+            ("v_proj", kv_size, hidden),
+            ("o_proj", hidden, q_size),
+        ):
+            yield f"{prefix}self_attn.{name}.weight", (out_size, in_size)
+            if config.attention_bias:
+                yield f"{prefix}self_attn.{name}.bias", (out_size,)
+        yield f"{prefix}self_attn.q_norm.weight", (dim,)
+        yield f"{prefix}self_attn.k_norm.weight", (dim,)
+        yield f"{prefix}input_layernorm.weight", (hidden,)
+        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
+        yield f"{prefix}mlp.gate_proj.weight", (inner, hidden)
+        yield f"{prefix}mlp.up_proj.weight", (inner, hidden)
+        yield f"{prefix}mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+__all__ = ["Attend", "ModelFolderError", "Qwen3Config", "Qwen3Model", "parameter_shapes"]

@@ -1,0 +1,70 @@
+"""Text to token ids and back, through the folder's `tokenizer.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vegas_ops.models.config import ModelFolderError
+
+_MAX_TOKENIZER_BYTES = 256 << 20
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """Thin wrapper over the `tokenizers` library."""
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise ModelFolderError("reading text needs `pip install tokenizers`") from None
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise ModelFolderError(f"{path}: no such file")
+        if path.stat().st_size > _MAX_TOKENIZER_BYTES:
+            raise ModelFolderError(
+                f"{path}: must be at most {_MAX_TOKENIZER_BYTES} bytes, got {path.stat().st_size}"
+            )
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelFolderError(f"{path}: must be a tokenizer, got {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def stream(self) -> Callable[[Sequence[int]], str]:
+        """A function that takes new ids and returns the text they complete.
+
+        Characters whose bytes are spread over tokens are held back until they are whole.
+        """
+        ids: list[int] = []
+        start = 0  # ids before it are final, and need no decoding again
+        shown = ""
+
+        def push(new_ids: Sequence[int]) -> str:
+            nonlocal start, shown
+            ids.extend(new_ids)
+            text = self.decode(ids[start:])
+            if text.endswith(_REPLACEMENT):
+                return ""
+            piece = text[len(shown) :]
+            shown = text
+            if len(ids) - start > 64:
+                # A short overlap keeps decoders that look at the previous token right.
+                start = len(ids) - 4
+                shown = self.decode(ids[start:])
+            return piece
+
+        return push
