@@ -1,6 +1,45 @@
+#include "common/check_attention.h"
 #include "common/dispatch.h"
 
+namespace vegas_ops {
+namespace {
+
+int check(const VegasSparseParams& p, VegasDevice device) {
+  VEGAS_CHECK(device == VEGAS_CPU || device == VEGAS_CUDA, "`device` must be VEGAS_CPU or VEGAS_CUDA, got %d",
+              int(device));
+  if (int status = check_cache(p.cache, p.q_dtype, p.num_heads_q)) return status;
+  if (int status = check_softmax(p.softmax_scale, p.softcap, p.window_left, p.window_right, p.num_splits)) {
+    return status;
+  }
+  VEGAS_CHECK(p.batch >= 0, "`q` must have 0 rows or more, got %d", p.batch);
+  VEGAS_CHECK(p.max_k >= 0, "`indices` must have 0 columns or more, got %d", p.max_k);
+  if (p.batch == 0) return VEGAS_OK;
+  VEGAS_CHECK(p.q, "`q` must be given, got NULL");
+  VEGAS_CHECK(p.out, "`out` must be given, got NULL");
+  VEGAS_CHECK(p.lse, "`lse` must be given, got NULL");
+  VEGAS_CHECK(p.max_k == 0 || p.indices, "`indices` must be given, got NULL");
+  VEGAS_CHECK(p.max_k == 0 || p.topk_length, "`topk_length` must be given, got NULL");
+  VEGAS_CHECK(!p.tail_start || p.seqused_k, "`seqused_k` must be given with `tail_start`, got NULL");
+  VEGAS_CHECK(!p.tail_start || p.cache.block_table || p.cache.max_pages == 0,
+              "`block_table` must be given with `tail_start`, got NULL");
+  VEGAS_CHECK(p.indices_are_slots || p.max_k == 0 || p.cache.block_table || p.cache.max_pages == 0,
+              "`block_table` must be given for token indices, got NULL");
+  if (p.window_left >= 0 || p.window_right >= 0) {
+    VEGAS_CHECK(p.max_k == 0 || !p.indices_are_slots,
+                "`window_size` must be (-1, -1) for slots, whose positions are unknown, got (%d, %d)", p.window_left,
+                p.window_right);
+    VEGAS_CHECK(p.seqused_k, "`seqused_k` must be given with `window_size`, got NULL");
+  }
+  if (device != VEGAS_CPU || !p.seqused_k) return VEGAS_OK;
+  return check_seqused_k(p.cache, p.seqused_k, p.batch, INT32_MAX);
+}
+
+}  // namespace
+}  // namespace vegas_ops
+
 int vegas_sparse_paged_decode(const VegasSparseParams* params, VegasDevice device, void* stream) {
-  const VegasSparseParams& p = *params;
-  return vegas_ops::dispatch(p, device, stream, vegas_ops::cpu_kernels().sparse, VEGAS_CUDA_KERNEL(sparse_portable));
+  VEGAS_CHECK(params, "`params` must be given, got NULL");
+  if (int status = vegas_ops::check(*params, device)) return status;
+  return vegas_ops::dispatch(*params, device, stream, vegas_ops::cpu_kernels().sparse,
+                             VEGAS_CUDA_KERNEL(sparse_portable));
 }

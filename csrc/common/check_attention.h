@@ -1,0 +1,53 @@
+// Checks that both attention ops ask of their arguments; each returns VEGAS_OK or a failure.
+#pragma once
+
+#include <math.h>
+
+#include "common/status.h"
+
+namespace vegas_ops {
+
+inline bool is_query_dtype(VegasDtype dtype) {
+  return dtype == VEGAS_FLOAT32 || dtype == VEGAS_BFLOAT16 || dtype == VEGAS_FLOAT16;
+}
+
+inline int check_cache(const VegasPagedCache& cache, VegasDtype q_dtype, int num_heads_q) {
+  VEGAS_CHECK(is_query_dtype(q_dtype), "`q` must be float32, bfloat16 or float16, got dtype code %d", int(q_dtype));
+  VEGAS_CHECK(cache.dtype == q_dtype || cache.dtype == VEGAS_FP8_E4M3,
+              "`k_cache` must have q's dtype or be float8_e4m3fn, got dtype code %d", int(cache.dtype));
+  VEGAS_CHECK(cache.num_pages >= 0, "`k_cache` must have 0 pages or more, got %lld", (long long)cache.num_pages);
+  VEGAS_CHECK(cache.page_size > 0, "`k_cache` must have pages of 1 token or more, got %d", cache.page_size);
+  VEGAS_CHECK(cache.head_dim > 0, "`k_cache` must have a head_dim of 1 or more, got %d", cache.head_dim);
+  VEGAS_CHECK(cache.num_heads_kv > 0, "`k_cache` must have 1 head or more, got %d", cache.num_heads_kv);
+  VEGAS_CHECK(num_heads_q > 0 && num_heads_q % cache.num_heads_kv == 0,
+              "`q` must have a multiple of the cache's %d heads, got %d", cache.num_heads_kv, num_heads_q);
+  VEGAS_CHECK(cache.num_pages == 0 || (cache.k.data && cache.v.data), "`%s` must be given, got NULL",
+              cache.k.data ? "v_cache" : "k_cache");
+  VEGAS_CHECK(cache.max_pages >= 0, "`block_table` must have 0 columns or more, got %d", cache.max_pages);
+  return VEGAS_OK;
+}
+
+inline int check_softmax(float softmax_scale, float softcap, int window_left, int window_right, int num_splits) {
+  VEGAS_CHECK(isfinite(softmax_scale), "`softmax_scale` must be finite, got %g", double(softmax_scale));
+  VEGAS_CHECK(isfinite(softcap) && softcap >= 0, "`softcap` must be finite and 0 or more, got %g", double(softcap));
+  VEGAS_CHECK(window_left >= -1 && window_right >= -1, "`window_size` must be -1 or more on either side, got (%d, %d)",
+              window_left, window_right);
+  VEGAS_CHECK(num_splits >= 0, "`num_splits` must be 0 or more, got %d", num_splits);
+  return VEGAS_OK;
+}
+
+// Lengths are host data on the CPU: they must fit the table.
+inline int check_seqused_k(const VegasPagedCache& cache, const int32_t* seqused_k, int batch, int max_seqlen_k) {
+  const int64_t tokens = int64_t(cache.max_pages) * cache.page_size;
+  for (int b = 0; b < batch; ++b) {
+    VEGAS_CHECK(seqused_k[b] >= 0, "`seqused_k` must be 0 or more, got %d for request %d", seqused_k[b], b);
+    VEGAS_CHECK(!cache.block_table || seqused_k[b] <= tokens,
+                "`seqused_k` must be at most the %lld tokens that `block_table` has room for, got %d for request %d",
+                (long long)tokens, seqused_k[b], b);
+    VEGAS_CHECK(seqused_k[b] <= max_seqlen_k, "`seqused_k` must be at most max_seqlen_k, %d, got %d for request %d",
+                max_seqlen_k, seqused_k[b], b);
+  }
+  return VEGAS_OK;
+}
+
+}  // namespace vegas_ops
