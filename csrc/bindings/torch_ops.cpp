@@ -403,6 +403,8 @@ VegasSelectParams select_params(const Tensor& logits, int64_t dump, const Tensor
   p.cu_seqlens_q = optional_data<int32_t>(cu_seqlens_q, "cu_seqlens_q", {batch + 1}, place);
   p.dump_rows = optional_data<int32_t>(dump_rows, "dump_rows", {batch}, place);
   int64_t heads = p.num_heads;
+  bool raw = p.dump == VEGAS_DUMP_ROWS || p.dump == VEGAS_DUMP_ALL;
+  if (raw && p.mode == VEGAS_MODE_WEIGHT && !lse) refuse("`lse` must be given for weights, got None");
   if (lse) {
     int64_t total_q = lse->size(lse->dim() - 1);
     if (p.dump == VEGAS_DUMP_ALL && total_q != p.total_q) {
@@ -523,6 +525,10 @@ void sparse_paged_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v
     check_shape(topk_length, "topk_length", {batch});
   }
   check_last_dim_contiguous(indices, "indices");
+  bool logical = !indices_are_slots && indices.numel() > 0;
+  if (!block_table && (tail_start || logical)) {
+    refuse("`block_table` must be given with `tail_start` or token indices, got None");
+  }
   p.indices = static_cast<const int32_t*>(indices.const_data_ptr());
   p.indices_stride_batch = indices.stride(0);
   p.topk_length = static_cast<const int32_t*>(topk_length.const_data_ptr());
@@ -573,12 +579,12 @@ STABLE_TORCH_LIBRARY(vegas_ops, m) {
       "Tensor? guide_lse_hint, Tensor? dump_rows, Tensor? dump_len, bool batch_invariant, int num_splits, "
       "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? logits, Tensor(d!)? guide_lse, Tensor(e!)? workspace) -> ()");
   m.def(
-      "topk_aggregate_logits(Tensor logits, int dump, Tensor seqlens, int k, Tensor? k_per_request, int mode, "
+      "topk_aggregate_logits(Tensor logits, int dump, Tensor seqlens, int k, Tensor? k_per_request, int score_mode, "
       "Tensor? lse, Tensor? guide_lse, Tensor? cu_seqlens_q, Tensor? dump_rows, Tensor? sinks, int pool_before, "
       "int pool_after, int num_sink, int num_recent, bool count_forced, bool per_kv_head, Tensor? block_table, "
       "int page_size, int max_k, Tensor(a!) indices, Tensor(b!) topk_length, Tensor(c!)? workspace) -> ()");
   m.def(
-      "aggregate_logits(Tensor logits, int dump, Tensor seqlens, int mode, Tensor? lse, Tensor? guide_lse, "
+      "aggregate_logits(Tensor logits, int dump, Tensor seqlens, int score_mode, Tensor? lse, Tensor? guide_lse, "
       "Tensor? cu_seqlens_q, Tensor? dump_rows, Tensor? sinks, Tensor(a!) out) -> ()");
   m.def(
       "sparse_paged_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor indices, Tensor topk_length, "
