@@ -1,0 +1,65 @@
+"""Fixtures and settings shared by all tests."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from vegas_ops import _C
+
+_HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile(
+    "ci", max_examples=50, deadline=None, print_blob=True, suppress_health_check=_HEALTH
+)
+settings.register_profile(
+    "thorough", max_examples=1000, deadline=None, print_blob=True, suppress_health_check=_HEALTH
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Every run draws new cases, from a seed that is printed and can be given back."""
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"hypothesis: --hypothesis-seed={config.option.hypothesis_seed} repeats this run's cases"
+
+
+def has_cuda() -> bool:
+    """Whether this build has CUDA kernels and this machine a GPU for them."""
+    return bool(_C.cuda_architectures()) and torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device that this build and machine serve."""
+    if request.param == "cuda" and not has_cuda():
+        pytest.skip("needs a build with CUDA kernels and a GPU")
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def cuda() -> torch.device:
+    if not has_cuda():
+        pytest.skip("needs a build with CUDA kernels and a GPU")
+    return torch.device("cuda")
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Folder of models and texts that tests may use: VEGAS_OPS_SHARED, or a sibling of the root."""
+    given = os.environ.get("VEGAS_OPS_SHARED")
+    folders = [Path(given)] if given else []
+    folders += [folder / "shared" for folder in Path(__file__).resolve().parents]
+    for folder in folders:
+        if folder.is_dir():
+            return folder
+    pytest.skip("needs the folder of shared models and texts; VEGAS_OPS_SHARED names it")

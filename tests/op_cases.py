@@ -1,0 +1,259 @@
+"""Inputs of the attention ops with traps around everything that must stay untouched.
+
+Every cache slot outside the visible lengths holds NaN, every unused table entry a page id that
+would be a wild read, every output a sentinel. A case carries the arguments of one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vegas_ops import reference
+
+SENTINEL = -7776.0  # exact in every dtype of an output
+SENTINEL_INDEX = -7777
+GARBAGE_PAGES = (-1, 2**31 - 1)
+FP8 = torch.float8_e4m3fn
+LAYOUTS = ("nhd", "hnd", "interleaved_head", "interleaved_page", "sliced", "cross_layer")
+
+
+def int32(values: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+
+def full_nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    return torch.full(tuple(shape), math.nan, dtype=torch.float32, device=device).to(dtype)
+
+
+def make_cache(
+    layout: str,
+    num_pages: int,
+    page_size: int,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> tuple[Tensor, Tensor]:
+    """K and V views (num_pages, page_size, num_heads, head_dim) full of NaN."""
+
+    def buffer(*shape: int) -> Tensor:
+        return full_nan(shape, dtype, device)
+
+    if layout == "nhd":
+        shape = (num_pages, page_size, num_heads, head_dim)
+        return buffer(*shape), buffer(*shape)
+    if layout == "hnd":
+        shape = (num_pages, num_heads, page_size, head_dim)
+        return buffer(*shape).transpose(1, 2), buffer(*shape).transpose(1, 2)
+    if layout == "interleaved_head":  # K and V of a token side by side on the last dimension
+        both = buffer(num_pages, num_heads, page_size, 2 * head_dim).transpose(1, 2)
+        return both[..., :head_dim], both[..., head_dim:]
+    if layout == "interleaved_page":  # K and V of a page side by side on dimension 1
+        k, v = buffer(num_pages, 2, page_size, num_heads, head_dim).unbind(1)
+        return k, v
+    if layout == "sliced":  # part of larger pages, with more heads and wider rows
+
+        def cut(extra: int) -> Tensor:
+            wide = buffer(num_pages, page_size + extra, num_heads + 1, head_dim + 16)
+            return wide[:, extra:, 1:, :head_dim]
+
+        return cut(1), cut(3)
+    if layout == "cross_layer":
+        blocks = buffer(num_pages, 3, 2, page_size, num_heads, head_dim)
+        return blocks[:, 1, 0], blocks[:, 1, 1]
+    raise AssertionError(layout)
+
+
+def slot_of(table_row: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    return table_row[positions // page_size].long() * page_size + positions % page_size
+
+
+def fill_slots(cache: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Write (n, num_heads, head_dim) fp32 values, rounded to the cache's dtype."""
+    rounded = values.to(cache.dtype)
+    pages, offsets = slots // cache.shape[1], slots % cache.shape[1]
+    if cache.element_size() == 1:
+        cache.view(torch.uint8)[pages, offsets] = rounded.view(torch.uint8)
+    else:
+        cache[pages, offsets] = rounded
+
+
+def make_descale(kind: str, batch: int, heads: int, generator: torch.Generator) -> Tensor | None:
+    shape = {"none": None, "one": (1,), "head": (heads,), "request": (batch, heads)}[kind]
+    return None if shape is None else torch.rand(shape, generator=generator) + 0.25
+
+
+@dataclass
+class PagedCase:
+    """A paged cache with `lengths` visible keys per request, in pages handed out at random."""
+
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    fp8: bool = False
+    descale: str = "none"
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    layout: str = "nhd"
+    lengths: Sequence[int] = (33,)
+    spare_pages: int = 2
+    spare_columns: int = 2
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.batch = len(self.lengths)
+        used = [-(-max(n, 0) // self.page_size) for n in self.lengths]
+        num_pages = sum(used) + self.spare_pages
+        width = max([*used, 0]) + self.spare_columns
+        order = torch.randperm(num_pages, generator=self.generator)
+        pick = torch.randint(0, 2, (self.batch, width), generator=self.generator)
+        table = torch.tensor(GARBAGE_PAGES)[pick]
+        kind = FP8 if self.fp8 else self.dtype
+        shape = (num_pages, self.page_size, self.heads_kv, self.head_dim)
+        self.k_cache, self.v_cache = make_cache(self.layout, *shape, kind, self.device)
+        start = 0
+        for b, count in enumerate(used):
+            table[b, :count] = order[start : start + count]
+            start += count
+            positions = torch.arange(max(self.lengths[b], 0))
+            slots = slot_of(table[b], positions, self.page_size).to(self.device)
+            for cache in (self.k_cache, self.v_cache):
+                fill_slots(cache, slots, self.random(len(positions), *shape[2:]))
+        self.block_table = self.put(table.to(torch.int32))
+        self.seqused_k = int32(self.lengths, self.device)
+        self.k_descale = self.put(make_descale(self.descale, self.batch, self.heads_kv, self.generator))
+        self.v_descale = self.put(make_descale(self.descale, self.batch, self.heads_kv, self.generator))
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+    def put(self, tensor: Any) -> Any:
+        return None if tensor is None else tensor.to(self.device)
+
+    def rows_of_q(self, rows: int, extra: int, strided: bool) -> Tensor:
+        """Query rows, then `extra` rows of NaN that belong to no request."""
+        values = self.random(rows, self.heads_q, self.head_dim)
+        q = full_nan((rows + extra, self.heads_q + 1, self.head_dim), self.dtype, self.device)
+        q = q[:, 1:] if strided else q[:, 1:].contiguous()
+        q[:rows] = values.to(self.dtype)
+        return q
+
+    def loaded(self, b: int) -> tuple[Tensor, Tensor, Tensor]:
+        """One request's keys and values in float64, 0 where the page is bad, and which exist."""
+        table = self.block_table[b]
+        positions = torch.arange(max(self.lengths[b], 0), device=self.device)
+        exists = reference._positions_exist(positions, table, self.k_cache)
+        slots = reference._slots(positions, table, exists, self.page_size)
+        keys, values = (
+            reference._load(cache, slots, reference._descale_of(descale, b, self.heads_kv), torch.float64)
+            for cache, descale in ((self.k_cache, self.k_descale), (self.v_cache, self.v_descale))
+        )
+        return keys, values, exists
+
+
+@dataclass
+class VerifyCase(PagedCase):
+    """A call of flash_attn_with_logit_dump."""
+
+    q_lens: Sequence[int] = (3,)
+    extra_rows: int = 0
+    strided: bool = False
+    dump: str = "token"
+    dump_rows: Sequence[int] | None = None
+    dump_len: Sequence[int] | None = None
+    logits_dtype: torch.dtype | None = None
+    wider: int = 0
+    hint_kind: str = "near"
+    with_sinks: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert len(self.q_lens) == self.batch
+        rows = sum(self.q_lens)
+        self.total_q = rows + self.extra_rows
+        self.q = self.rows_of_q(rows, self.extra_rows, self.strided)
+        self.cu = [0]
+        for n in self.q_lens:
+            self.cu.append(self.cu[-1] + n)
+        self.max_seqlen_k = max([*self.lengths, 1])
+        self.scale = self.options.get("softmax_scale") or self.head_dim**-0.5
+        self.softcap = self.options.get("softcap", 0.0)
+        self.sinks = self.put(self.random(self.heads_q)) if self.with_sinks else None
+        hint = self.random(self.batch, 2, self.heads_kv)
+        self.hint = hint + 3 if self.hint_kind == "near" else hint * 0 - 1e4
+
+    @property
+    def args(self) -> tuple[Tensor, ...]:
+        return self.q, self.k_cache, self.v_cache, self.block_table, self.seqused_k
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        def ints(values: Sequence[int] | None) -> Tensor | None:
+            return None if values is None else int32(values, self.device)
+
+        return {
+            "cu_seqlens_q": int32(self.cu, self.device),
+            "max_seqlen_q": max([*self.q_lens, 1]),
+            "max_seqlen_k": self.max_seqlen_k,
+            "sinks": self.sinks,
+            "k_descale": self.k_descale,
+            "v_descale": self.v_descale,
+            "dump": self.dump,
+            "guide_lse_hint": self.hint if self.dump == "token_weight" else None,
+            "dump_rows": ints(self.dump_rows),
+            "dump_len": ints(self.dump_len),
+            **self.options,
+        }
+
+    def outputs(self, fill: float, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Outputs full of `fill`, in the op's dtypes or all in `dtype`."""
+
+        def make(shape: Sequence[int], own: torch.dtype) -> Tensor:
+            return torch.full(tuple(shape), fill, dtype=dtype or own, device=self.device)
+
+        wide = self.max_seqlen_k + self.wider
+        outputs = {
+            "out": make((self.total_q, self.heads_q, self.head_dim), self.dtype),
+            "lse": make((self.heads_q, self.total_q), torch.float32),
+        }
+        if self.strided:
+            outputs["out"] = make((self.total_q, self.heads_q, self.head_dim + 16), self.dtype)
+            outputs["out"] = outputs["out"][..., : self.head_dim]
+        shapes = {
+            "token": (self.batch, wide),
+            "token_weight": (self.batch, wide),
+            "kv_head": (self.batch, 2, self.heads_kv, wide),
+            "rows": (self.batch, self.heads_q, 2, wide),
+            "all": (self.total_q, self.heads_q, wide),
+        }
+        if self.dump != "none":
+            summed = self.dump in ("token", "token_weight")
+            own = self.logits_dtype or (torch.float32 if summed else torch.bfloat16)
+            outputs["logits"] = make(shapes[self.dump], own)
+        if self.dump in ("token_weight", "kv_head"):
+            outputs["guide_lse"] = make((self.batch, 2, self.heads_kv), torch.float32)
+        return outputs
+
+    def visible(self, b: int, exists: Tensor) -> Tensor:
+        """(q_len, length) bool."""
+        length, q_len = self.lengths[b], self.q_lens[b]
+        keys = torch.arange(length, device=self.device)[None]
+        p = (length - q_len + torch.arange(q_len, device=self.device))[:, None]
+        left, right = self.options.get("window_size", (-1, -1))
+        mask = exists[None].expand(q_len, -1)
+        if self.options.get("causal", True):
+            mask = mask & (keys <= p)
+        if left >= 0:
+            mask = mask & (keys >= p - left)
+        if right >= 0:
+            mask = mask & (keys <= p + right)
+        return mask

@@ -1,0 +1,242 @@
+"""Comparison of the attention ops with the oracles, within error bounds derived from the inputs.
+
+A logit may be off by 2^-16 of scale * sum |q||k|; an output by twice what the same computation in
+torch at the same dtype is off by; everything else follows from these two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from op_cases import SENTINEL, PagedCase, VerifyCase
+from torch import Tensor
+
+import vegas_ops
+from vegas_ops import reference
+
+LOGIT_ERROR = 2.0**-16
+
+
+def assert_between(actual: Tensor, low: Tensor, high: Tensor, name: str) -> None:
+    """low <= actual <= high, the bounds rounded to actual's dtype; NaN where the bounds are NaN."""
+    assert actual.shape == low.shape, f"{name}: shape {tuple(actual.shape)}"
+    value = actual.double()
+    low, high = (bound.to(actual.dtype).double() for bound in (low, high))
+    right = ((low <= value) & (value <= high)) | (low.isnan() & value.isnan())
+    if not bool(right.all()):
+        wrong = (~right).nonzero()
+        at = tuple(wrong[0].tolist())
+        raise AssertionError(
+            f"{name}: {len(wrong)} of {actual.numel()} wrong, first at {at}: "
+            f"{value[at].item()!r} is not in [{low[at].item()!r}, {high[at].item()!r}]"
+        )
+
+
+def assert_same_bits(a: Tensor, b: Tensor, name: str) -> None:
+    assert a.shape == b.shape and a.dtype == b.dtype, name
+    different = (a != b) & ~(a.isnan() & b.isnan())
+    assert not bool(different.any()), f"{name}: {int(different.sum())} of {a.numel()} differ"
+
+
+def rounded_guide(query: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
+    """Guide rows in float64, and what one rounding the other way would change in each element."""
+    grouped = query.double().reshape(heads_kv, -1, query.shape[-1])
+    slack = grouped.abs().mean(1) * 2.0**-22  # of a mean taken in fp32, in any order
+    mean = grouped.mean(1)
+    low, high = ((mean + s).to(query.dtype).double() for s in (-slack, slack))
+    return reference._guide_row(query, heads_kv).double(), high - low
+
+
+def per_head(keys: Tensor, heads_q: int) -> Tensor:
+    """(length, heads_kv, head_dim) -> (heads_q, length, head_dim)."""
+    return keys.repeat_interleave(heads_q // keys.shape[1], dim=1).transpose(0, 1)
+
+
+def torch_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    dtype: torch.dtype,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention as torch computes it at `dtype`: fp32 scores, weights rounded before they meet V.
+
+    q (rows, heads, head_dim), keys and values (heads, length, head_dim), mask (rows, length).
+    """
+    scores = torch.einsum("rhd,htd->hrt", q.float(), keys.float()) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    top = scores.amax(-1, keepdim=True).clamp(min=-1e30)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.float()[:, None, None] - top)
+    out = torch.einsum("hrt,htd->hrd", weights.to(dtype).float(), values.float()) / total
+    return out.transpose(0, 1).nan_to_num(0.0).to(dtype)
+
+
+def lse_error(lse: Tensor, worst_logit_error: Tensor) -> Tensor:
+    """A log-sum-exp is off by no more than its worst logit, and by its own rounding."""
+    error = worst_logit_error + 2.0**-20 * (1 + lse.abs())
+    return torch.where(torch.isneginf(lse), 0.0, error)
+
+
+def outputs_without_alias(result: Any) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for name, tensor in zip(("out", "lse", "logits", "guide_lse"), result, strict=False)
+        if tensor is not None
+    }
+
+
+def check_verify(case: VerifyCase) -> dict[str, Tensor]:
+    """Run the op three ways and compare; returns its outputs over a sentinel."""
+    got = case.outputs(SENTINEL)
+    vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, **got)
+    again = case.outputs(math.nan)
+    vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, **again)
+    fresh = outputs_without_alias(vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs))
+
+    expected = case.outputs(SENTINEL, torch.float64)
+    reference.flash_attn_with_logit_dump(*case.args, **case.kwargs, **expected)
+    for name, want in expected.items():
+        written = want != SENTINEL
+        untouched = got[name][~written]
+        assert bool((untouched == SENTINEL).all()), f"{name}: written where it must not be"
+        assert bool(again[name][~written].isnan().all()), f"{name}: written where it must not be"
+        assert_same_bits(got[name][written], again[name][written], f"{name} of two calls")
+        own = fresh[name]
+        if name != "logits" or own.dtype == got[name].dtype:
+            width = own.shape[-1]
+            assert_same_bits(own[written[..., :width]], got[name][written], f"{name} allocated and given")
+
+    low = {name: tensor.clone() for name, tensor in expected.items()}
+    high = {name: tensor.clone() for name, tensor in expected.items()}
+    for b in range(case.batch):
+        if case.q_lens[b] > 0:
+            _widen_request(case, b, low, high)
+    for name in expected:
+        assert_between(got[name], low[name], high[name], name)
+    return got
+
+
+def _widen_request(case: VerifyCase, b: int, low: dict[str, Tensor], high: dict[str, Tensor]) -> None:
+    start, end, length = case.cu[b], case.cu[b + 1], case.lengths[b]
+    if length == 0:
+        return
+    q = case.q[start:end]
+    keys, values, exists = case.loaded(b)
+    mask = case.visible(b, exists)
+    dtype = case.dtype
+
+    def widen(name: str, at: Any, error: Tensor) -> None:
+        low[name][at] -= error
+        high[name][at] += error
+
+    # Products of magnitudes, per query head: (rows, heads, length).
+    envelope = case.scale * torch.einsum("rhd,htd->rht", q.double().abs(), per_head(keys, case.heads_q).abs())
+    error = LOGIT_ERROR * envelope
+
+    by_torch = torch_attention(
+        q, per_head(keys, case.heads_q), per_head(values, case.heads_q), mask, dtype, case.scale,
+        case.softcap, case.sinks,
+    )  # fmt: skip
+    worst = (by_torch.double() - low["out"][start:end]).abs().nan_to_num(0.0).max()
+    seen_values = values[mask.any(0)]
+    floor = 2.0**-22 * (seen_values.abs().max() if len(seen_values) else 0.0)
+    widen("out", slice(start, end), 2 * worst + floor)
+
+    seen_error = torch.where(mask[:, None], error, 0.0).amax(-1)  # (rows, heads)
+    lse = low["lse"][:, start:end].clone()
+    widen("lse", (slice(None), slice(start, end)), lse_error(lse, seen_error.T))
+
+    if case.dump == "none":
+        return
+    bits = 3 if case.dump_rows is None else case.dump_rows[b]
+    planes = {p: row for p, row in ((0, 0), (1, len(q) - 1)) if bits >> p & 1}
+    if not planes:
+        return
+    n = length - len(q) + 1 if case.dump_len is None else case.dump_len[b]
+    n = min(max(n, 0), length)
+    if case.dump == "all":
+        widen("logits", (slice(start, end), slice(None), slice(n)), error[..., :n])
+        return
+    if case.dump == "rows":
+        for plane, row in planes.items():
+            widen("logits", (b, slice(None), plane, slice(n)), error[row, :, :n])
+        return
+    if case.dump == "token":
+        rows = sorted(set(planes.values()))
+        widen("logits", (b, slice(n)), error[rows].sum((0, 1))[:n])
+        return
+
+    guides, guide_errors = {}, {}
+    for plane, row in planes.items():
+        guide, flip = rounded_guide(q[row], case.heads_kv)
+        magnitude = torch.einsum("hd,thd->ht", guide.abs(), keys.abs())
+        flipped = torch.einsum("hd,thd->ht", flip, keys.abs())
+        guide_errors[plane] = case.scale * (LOGIT_ERROR * magnitude + flipped)
+        guides[plane] = reference._logits(guide, keys, case.scale, case.softcap)
+        seen = torch.where(mask[row], guide_errors[plane], 0.0).amax(-1)
+        for target in (0, 1):
+            if target == plane or target not in planes:
+                lse = low["guide_lse"][b, target].clone()
+                widen("guide_lse", (b, target), lse_error(lse, seen))
+    if case.dump == "kv_head":
+        for plane in planes:
+            widen("logits", (b, plane, slice(None), slice(n)), guide_errors[plane][:, :n])
+        return
+    if len(q) == 1 and len(planes) == 2:
+        del planes[0]
+    for target, sign in ((low, -1.0), (high, 1.0)):
+        total = torch.zeros(length, dtype=torch.float64, device=case.device)
+        for plane in planes:
+            hint = case.hint[b, plane].double()[:, None]
+            slack = guide_errors[plane] + 2.0**-21 * (guides[plane].abs() + hint.abs())
+            total += torch.exp(guides[plane] + sign * slack - hint).sum(0)
+        total *= 1 + sign * 2.0**-19
+        total = total.clamp(max=torch.finfo(torch.float32).max)
+        unmasked = ~torch.isneginf(target["logits"][b, :n])
+        target["logits"][b, :n][unmasked] = total[:n][unmasked]
+
+
+def check_attention_rows(
+    case: PagedCase,
+    b: int,
+    heads: slice,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    got: tuple[Tensor, Tensor],
+    want: tuple[Tensor, Tensor],
+) -> None:
+    """One draft row over chosen keys: out (heads, head_dim) and lse (heads,) against float64."""
+    name = f"request {b}, heads {heads.start} to {heads.stop}"
+    out, lse = want
+    if len(keys) == 0:
+        assert_between(got[0], out, out, f"out of {name}")
+        assert_between(got[1], lse, lse, f"lse of {name}")
+        return
+    count = q.shape[0]
+    k_heads = keys[:, None].expand(-1, count, -1).transpose(0, 1)
+    v_heads = values[:, None].expand(-1, count, -1).transpose(0, 1)
+    mask = torch.ones(1, len(keys), dtype=torch.bool, device=q.device)
+    by_torch = torch_attention(
+        q[None], k_heads, v_heads, mask, case.dtype, scale, softcap,
+        None if sinks is None else sinks[heads],
+    )[0]  # fmt: skip
+    worst = (by_torch.double() - out).abs().max()
+    slack = 2 * worst + 2.0**-22 * values.abs().max()
+    assert_between(got[0], out - slack, out + slack, f"out of {name}")
+    envelope = scale * torch.einsum("hd,td->ht", q.double().abs(), keys.abs()).amax(-1)
+    slack = lse_error(lse, LOGIT_ERROR * envelope)
+    assert_between(got[1], lse - slack, lse + slack, f"lse of {name}")

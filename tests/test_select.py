@@ -1,0 +1,442 @@
+"""topk_aggregate_logits and aggregate_logits against their oracles, on every device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from op_cases import SENTINEL, SENTINEL_INDEX, int32
+from op_checks import assert_same_bits
+from torch import Tensor
+
+import vegas_ops
+from vegas_ops import reference
+
+DUMPS = ("token", "token_weight", "kv_head", "rows", "all")
+
+
+def select(logits: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Run twice over outputs full of a sentinel, and once without outputs; all must agree."""
+    fresh = vegas_ops.topk_aggregate_logits(logits, **kwargs)
+    for fill in (SENTINEL_INDEX, 0):
+        given_outputs = {
+            "indices": torch.full_like(fresh[0], fill),
+            "topk_length": torch.full_like(fresh[1], fill),
+        }
+        vegas_ops.topk_aggregate_logits(logits, **kwargs, **given_outputs)
+        assert_same_bits(given_outputs["indices"], fresh[0], "indices of two calls")
+        assert_same_bits(given_outputs["topk_length"], fresh[1], "topk_length of two calls")
+    return fresh
+
+
+def check_select(logits: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The op's set must be the oracle's, exactly: for scores whose sums are exact."""
+    got = select(logits, **kwargs)
+    kwargs.pop("workspace", None)
+    want = reference.topk_aggregate_logits(logits, **kwargs)
+    assert_same_bits(got[1], want[1], "topk_length")
+    assert_same_bits(got[0], want[0], "indices")
+    return got
+
+
+def token_row(values: Sequence[float] | Tensor, device: torch.device, pad: int = 2) -> tuple[Tensor, Tensor]:
+    """One request's token dump, followed by columns that would win if they were read."""
+    row = torch.as_tensor(values, dtype=torch.float32)
+    beyond = torch.full((pad,), math.inf)
+    return torch.cat([row, beyond])[None].to(device), int32((len(row),), device)
+
+
+@st.composite
+def select_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    batch = draw(st.integers(0, 4))
+    width = draw(st.one_of(st.integers(1, 40), st.integers(41, 700), st.just(3000)))
+    maybe = st.booleans()
+    dump = draw(st.sampled_from(DUMPS))
+    q_lens = draw(st.lists(st.sampled_from((0, 1, 1, 2, 5)), min_size=batch, max_size=batch))
+    lengths = st.one_of(st.integers(-1, width + 2), st.just(width))
+    ks = st.one_of(st.integers(-1, 8), st.integers(0, width + 3))
+    mode = draw(st.sampled_from(("logit", "weight")))
+    needs_rows = dump == "all" or (dump == "rows" and mode == "weight")
+    return {
+        "seed": draw(st.integers(0, 2**31)),
+        "dump": dump,
+        "mode": mode,
+        "batch": batch,
+        "width": width,
+        "layers": draw(st.sampled_from((None, 1, 3))),
+        "heads": draw(st.integers(1, 9)),
+        "q_lens": q_lens,
+        "with_rows": needs_rows or draw(maybe),
+        "seqlens": draw(st.lists(lengths, min_size=batch, max_size=batch)),
+        "k": draw(ks) if draw(maybe) else draw(st.lists(ks, min_size=batch, max_size=batch)),
+        "dump_rows": draw(st.lists(st.integers(0, 3), min_size=batch, max_size=batch))
+        if draw(maybe)
+        else None,
+        "fp32": draw(maybe),
+        "spread": draw(st.sampled_from((1, 3, 100))),
+        "specials": draw(st.sampled_from((0.0, 0.0, 0.02, 0.5))),
+        "with_sinks": draw(maybe),
+        "pool": draw(st.sampled_from(((0, 0), (0, 0), (1, 0), (6, 0), (0, 3), (2, 2), (900, 900)))),
+        "num_sink": draw(st.sampled_from((0, 0, 1, 4, 50))),
+        "num_recent": draw(st.sampled_from((0, 0, 1, 7, 50))),
+        "count_forced": draw(maybe),
+        "per_kv_head": dump == "kv_head" and draw(maybe),
+        "page_size": draw(st.sampled_from((None, 1, 7, 16, 64))),
+        "max_k": draw(st.one_of(st.integers(0, 10), st.integers(0, width + 60))),
+    }
+
+
+def build(device: torch.device, c: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Tensors of drawn arguments. Logits are small integers, so that sums are exact in fp32."""
+    generator = torch.Generator().manual_seed(c["seed"])
+    dump, batch, width, heads = c["dump"], c["batch"], c["width"], c["heads"]
+    cu = [0]
+    for n in c["q_lens"]:
+        cu.append(cu[-1] + n)
+    total_q = cu[-1] + 1
+    shape: tuple[int, ...] = {
+        "token": (batch, width),
+        "token_weight": (batch, width),
+        "kv_head": (batch, 2, heads, width),
+        "rows": (batch, heads, 2, width),
+        "all": (total_q, heads, width),
+    }[dump]
+    lead = () if c["layers"] is None else (c["layers"],)
+    shape = (*lead, *shape)
+    values = torch.randint(-c["spread"], c["spread"] + 1, shape, generator=generator).float()
+    drawn = torch.rand(shape, generator=generator)
+    special = torch.tensor([-math.inf, math.inf, math.nan, -0.0])
+    which = torch.randint(0, 4, shape, generator=generator)
+    values = torch.where(drawn < c["specials"], special[which], values)
+    # A one-row request dumps equal planes.
+    for b, n in enumerate(c["q_lens"]):
+        if n == 1 and dump == "kv_head":
+            values[..., b, 1, :, :] = values[..., b, 0, :, :]
+        if n == 1 and dump == "rows":
+            values[..., b, :, 1, :] = values[..., b, :, 0, :]
+    summed = dump in ("token", "token_weight")
+    dtype = torch.float32 if summed or c["fp32"] else torch.bfloat16
+    # Columns behind the last that the dump's views leave out.
+    wide = torch.full((*shape[:-1], width + 3), math.inf, dtype=dtype)
+    wide[..., :width] = values.to(dtype)
+    logits = wide.to(device)[..., :width]
+    kwargs: dict[str, Any] = {
+        "dump": dump,
+        "mode": c["mode"],
+        "seqlens": int32(c["seqlens"], device),
+        "cu_seqlens_q": int32(cu, device) if c["with_rows"] else None,
+        "dump_rows": None if c["dump_rows"] is None else int32(c["dump_rows"], device),
+    }
+    if c["mode"] == "weight" and dump == "kv_head":
+        kwargs["guide_lse"] = torch.randn((*lead, batch, 2, heads), generator=generator)
+    if c["mode"] == "weight" and dump in ("rows", "all"):
+        kwargs["lse"] = torch.randn((*lead, heads, total_q), generator=generator)
+        if c["with_sinks"]:
+            kwargs["sinks"] = torch.randn((*lead, heads), generator=generator)
+    for name in ("guide_lse", "lse", "sinks"):
+        if name in kwargs:
+            kwargs[name] = kwargs[name].to(device)
+    if c["mode"] == "weight" and dump == "kv_head":
+        # Equal planes have equal normalisers.
+        for b, n in enumerate(c["q_lens"]):
+            if n == 1:
+                kwargs["guide_lse"][..., b, 1, :] = kwargs["guide_lse"][..., b, 0, :]
+    return logits, kwargs
+
+
+def selection_arguments(device: torch.device, c: dict[str, Any]) -> dict[str, Any]:
+    batch, page_size, width = c["batch"], c["page_size"], c["width"]
+    k = c["k"]
+    kwargs: dict[str, Any] = {
+        "k": k if isinstance(k, int) else int32(k, device),
+        "max_k": c["max_k"],
+        "pool": c["pool"],
+        "num_sink": c["num_sink"],
+        "num_recent": c["num_recent"],
+        "count_forced": c["count_forced"],
+        "per_kv_head": c["per_kv_head"],
+    }
+    if page_size is not None:
+        generator = torch.Generator().manual_seed(c["seed"])
+        pages = -(-width // page_size)
+        table = torch.randint(0, 2**31 // page_size - 1, (batch, pages), generator=generator)
+        table[torch.rand(table.shape, generator=generator) < 0.1] = -1
+        for b, n in enumerate(c["seqlens"]):
+            table[b, -(-max(n, 0) // page_size) :] = 2**31 - 1
+        kwargs["block_table"] = table.to(torch.int32).to(device)
+        kwargs["page_size"] = page_size
+    return kwargs
+
+
+def check_aggregate(logits: Tensor, error: float, **kwargs: Any) -> Tensor:
+    """Compare sums within a relative error, 0 for exact ones."""
+    width, batch = logits.shape[-1], kwargs["seqlens"].shape[0]
+    got, count = vegas_ops.aggregate_logits(logits, **kwargs)
+    filled = [torch.full_like(got, fill) for fill in (SENTINEL, math.nan)]
+    for out in filled:
+        vegas_ops.aggregate_logits(logits, **kwargs, out=out)
+    want, want_count = reference.aggregate_logits(
+        logits, **kwargs, out=torch.full(got.shape, SENTINEL, dtype=torch.float64, device=got.device)
+    )
+    assert count == want_count
+    for b in range(batch):
+        n = min(max(int(kwargs["seqlens"][b]), 0), width)
+        assert bool((filled[0][..., b, n:] == SENTINEL).all()), "written beyond seqlens"
+        assert bool(filled[1][..., b, n:].isnan().all()), "written beyond seqlens"
+        mine, right = got[..., b, :n], want[..., b, :n]
+        assert_same_bits(mine, filled[0][..., b, :n], "sums allocated and given")
+        assert_same_bits(mine, filled[1][..., b, :n], "sums allocated and given")
+        # An unselectable candidate may show its NaN or its -inf where it has both.
+        dead = right.isnan() | torch.isneginf(right)
+        assert_same_bits(mine.isnan() | torch.isneginf(mine), dead, "unselectable")
+        alive = (mine[~dead].double(), right[~dead].float().double())
+        torch.testing.assert_close(*alive, rtol=error, atol=1e-37 if error else 0.0)
+    return got
+
+
+@given(arguments=select_arguments())
+def test_any_case(device: torch.device, arguments: dict[str, Any]) -> None:
+    logits, dump_kwargs = build(device, arguments)
+    kwargs = selection_arguments(device, arguments)
+    weighted = arguments["mode"] == "weight" and arguments["dump"] in ("kv_head", "rows", "all")
+    # The exponent of a weight is rounded to fp32, so its weight is off in proportion to it.
+    error = 2e-6 + 2.0**-22 * (arguments["spread"] + 10) if weighted else 0.0
+    sums = check_aggregate(logits, error, **dump_kwargs)
+    if not weighted:
+        check_select(logits, **dump_kwargs, **kwargs)
+    elif not arguments["per_kv_head"]:
+        # Rounding is the op's affair: its choice must be exact on its own sums.
+        got = select(logits, **dump_kwargs, **kwargs)
+        want = reference.topk_aggregate_logits(sums, dump="token", seqlens=dump_kwargs["seqlens"], **kwargs)
+        assert_same_bits(got[1], want[1], "topk_length")
+        assert_same_bits(got[0], want[0], "indices")
+    else:
+        got = select(logits, **dump_kwargs, **kwargs)
+        for head in range(arguments["heads"]):
+            one = dict(dump_kwargs, guide_lse=dump_kwargs["guide_lse"][..., head : head + 1].contiguous())
+            own = select(logits[..., head : head + 1, :], **one, **kwargs)
+            assert_same_bits(got[0][..., head, :], own[0][..., 0, :], f"indices of head {head}")
+            sums, _ = vegas_ops.aggregate_logits(logits[..., head : head + 1, :], **one)
+            want = reference.topk_aggregate_logits(
+                sums, dump="token", seqlens=dump_kwargs["seqlens"], **dict(kwargs, per_kv_head=False)
+            )
+            assert_same_bits(got[0][..., head, :], want[0], f"indices of head {head}")
+
+
+def rows_of_values() -> dict[str, Callable[[int], Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(n: int) -> Tensor:
+        return torch.randn(n, generator=generator)
+
+    def one_outlier(n: int) -> Tensor:
+        row = torch.full((n,), 0.25)
+        row[n // 2] = 1e30
+        return row
+
+    def plateaus(n: int) -> Tensor:
+        return (torch.arange(n) // max(n // 5, 1) % 3).float()
+
+    def next_floats(n: int) -> Tensor:
+        bits = torch.full((n,), 0x3F800000, dtype=torch.int32) + torch.arange(n, dtype=torch.int32)
+        return bits.view(torch.float32)
+
+    def mixed(n: int) -> Tensor:
+        special = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-42, -1e-42, 3e38])
+        return special[torch.randint(0, 8, (n,), generator=generator)]
+
+    return {
+        "random": random,
+        "all equal": lambda n: torch.full((n,), -3.5),
+        "all zeros of both signs": lambda n: torch.tensor([0.0, -0.0]).repeat(n)[:n],
+        "all +inf": lambda n: torch.full((n,), math.inf),
+        "all -inf": lambda n: torch.full((n,), -math.inf),
+        "all NaN": lambda n: torch.full((n,), math.nan),
+        "negative NaN": lambda n: torch.full((n,), -1, dtype=torch.int32).view(torch.float32),
+        "one NaN": lambda n: torch.cat([torch.full((1,), math.nan), random(n)])[:n],
+        "mixed specials": mixed,
+        "narrow": lambda n: 1.0 + torch.rand(n, generator=generator) * 1e-3,
+        "next floats": next_floats,
+        "next floats, falling": lambda n: next_floats(n).flip(0),
+        "denormals": lambda n: torch.randint(-9, 9, (n,), generator=generator).float() * 1e-44,
+        "plateaus": plateaus,
+        "sawtooth": lambda n: (torch.arange(n) % 17).float(),
+        "rising": lambda n: torch.arange(n).float(),
+        "falling": lambda n: -torch.arange(n).float(),
+        "one outlier": one_outlier,
+        "all negative": lambda n: -random(n).abs() - 1,
+        "huge range": lambda n: torch.exp(random(n) * 20) * random(n).sign(),
+    }
+
+
+@pytest.mark.parametrize("name", list(rows_of_values()))
+def test_adversarial_rows(device: torch.device, name: str) -> None:
+    make = rows_of_values()[name]
+    for n in (1, 2, 31, 32, 33, 255, 1000, 4097):
+        logits, seqlens = token_row(make(n), device)
+        for k in {0, 1, 2, n // 3, n - 1, n, n + 1}:
+            check_select(logits, dump="token", seqlens=seqlens, k=k, max_k=n + 2)
+
+
+@pytest.mark.parametrize("name", ("random", "narrow", "plateaus", "mixed specials", "falling"))
+def test_long_rows(device: torch.device, name: str) -> None:
+    n = 131072
+    logits, seqlens = token_row(rows_of_values()[name](n), device)
+    for k in (1, 256, 9175, 70000):
+        check_select(logits, dump="token", seqlens=seqlens, k=k, max_k=k)
+
+
+@pytest.mark.parametrize("pool", ((1, 0), (6, 0), (0, 6), (3, 2), (200, 0)))
+def test_pooling(device: torch.device, pool: tuple[int, int]) -> None:
+    for name in ("random", "mixed specials", "plateaus", "one outlier", "rising"):
+        for n in (1, 7, 100, 1000):
+            logits, seqlens = token_row(rows_of_values()[name](n), device)
+            for k in (1, n // 2, n):
+                check_select(logits, dump="token", seqlens=seqlens, k=k, max_k=k, pool=pool)
+
+
+@pytest.mark.parametrize("count_forced", (True, False))
+@pytest.mark.parametrize("max_k", (0, 1, 5, 8, 30))
+def test_forced_tokens(device: torch.device, count_forced: bool, max_k: int) -> None:
+    row = torch.randn(20, generator=torch.Generator().manual_seed(1))
+    row[1], row[19], row[7] = -math.inf, math.nan, math.inf
+    logits, seqlens = token_row(row, device)
+    for num_sink, num_recent in ((0, 0), (2, 0), (0, 3), (4, 4), (15, 15), (100, 100)):
+        for k in (0, 1, 4, 6, 20, 50):
+            check_select(
+                logits, dump="token", seqlens=seqlens, k=k, max_k=max_k, num_sink=num_sink,
+                num_recent=num_recent, count_forced=count_forced,
+            )  # fmt: skip
+
+
+def test_request_without_scores_keeps_only_forced_tokens(device: torch.device) -> None:
+    logits = torch.full((3, 40), 5.0, device=device)
+    indices, lengths = check_select(
+        logits, dump="token", seqlens=int32((40, 40, 40), device), k=8, max_k=8, num_sink=2,
+        num_recent=1, dump_rows=int32((3, 0, 2), device),
+        cu_seqlens_q=int32((0, 0, 2, 4), device),
+    )  # fmt: skip
+    assert lengths.tolist() == [3, 3, 8]
+    assert indices[0].tolist() == [0, 1, 39, -1, -1, -1, -1, -1]
+
+
+def test_layers_share_lengths_and_table(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randint(-9, 9, (4, 2, 2, 3, 200), generator=generator)
+    logits = logits.to(torch.bfloat16).to(device)
+    table = torch.randperm(2 * 13, generator=generator).reshape(2, 13).to(torch.int32).to(device)
+    kwargs: dict[str, Any] = {
+        "dump": "kv_head", "seqlens": int32((200, 90), device), "k": int32((20, 100), device),
+        "max_k": 64, "block_table": table, "page_size": 16, "pool": (3, 0),
+    }  # fmt: skip
+    indices, lengths = check_select(logits, **kwargs)
+    assert indices.shape == (4, 2, 64)
+    for layer in range(4):
+        own = select(logits[layer], **kwargs)
+        assert_same_bits(indices[layer], own[0], "indices of a layer alone")
+        assert_same_bits(lengths[layer], own[1], "topk_length of a layer alone")
+
+
+def test_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn((9, 5000), generator=generator).to(device)
+    logits[:, 100:800] = 0.5  # ties around the threshold
+    lengths = (5000, 1, 0, 3000, 4999, 700, 5000, 64, 2000)
+    seqlens = int32(lengths, device)
+    together = select(logits, dump="token", seqlens=seqlens, k=900, max_k=900)
+    for b in range(9):
+        alone = select(logits[b : b + 1], dump="token", seqlens=seqlens[b : b + 1], k=900, max_k=900)
+        assert_same_bits(alone[0][0], together[0][b], f"indices of row {b}")
+
+
+def test_workspace_given_is_left_reusable(device: torch.device) -> None:
+    workspace = vegas_ops.make_workspace(
+        "topk_aggregate_logits", max_batch=4, max_q_len=8, max_seqlen_k=20000, max_k=3000,
+        num_heads_q=8, num_heads_kv=2, head_dim=128, device=device,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+    for n in (20000, 3, 4000, 20000):
+        logits = torch.randn((4, n), generator=generator).to(device)
+        seqlens = int32((n, n // 2, 0, 1), device)
+        check_select(logits, dump="token", seqlens=seqlens, k=n // 3, max_k=3000, workspace=workspace)
+
+
+def test_aggregate_then_select_equals_select(device: torch.device) -> None:
+    """An engine with tensor parallelism all-reduces in between."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn((3, 2, 8, 900), generator=generator).to(torch.bfloat16).to(device)
+    guide_lse = torch.randn((3, 2, 8), generator=generator).to(device) + 3
+    kwargs: dict[str, Any] = {
+        "dump": "kv_head", "mode": "weight", "guide_lse": guide_lse,
+        "seqlens": int32((900, 400, 5), device),
+    }  # fmt: skip
+    sums, heads = vegas_ops.aggregate_logits(logits, **kwargs)
+    assert heads == 8
+    direct = select(logits, **kwargs, k=77, max_k=80)
+    halves = select(sums, dump="token", seqlens=kwargs["seqlens"], k=77, max_k=80)
+    assert_same_bits(direct[0], halves[0], "indices")
+
+
+# Integration with torch.
+
+
+def test_opcheck(device: torch.device) -> None:
+    logits = torch.randn(2, 2, 3, 50).to(torch.bfloat16).to(device)
+    seqlens = int32((50, 20), device)
+    table = torch.arange(8, dtype=torch.int32, device=device).reshape(2, 4)
+    workspace = None
+    if device.type == "cuda":
+        workspace = vegas_ops.make_workspace(
+            "topk_aggregate_logits", max_batch=2, max_q_len=1, max_seqlen_k=64, max_k=8,
+            num_heads_q=3, num_heads_kv=3, head_dim=64, device=device,
+        )  # fmt: skip
+    indices = torch.zeros((2, 8), dtype=torch.int32, device=device)
+    lengths = torch.zeros(2, dtype=torch.int32, device=device)
+    torch.library.opcheck(
+        torch.ops.vegas_ops.topk_aggregate_logits.default,
+        (
+            logits, 3, seqlens, 8, None, 0, None, None, None, None, None, 2, 0, 1, 1, True, False,
+            table, 16, 8, indices, lengths, workspace,
+        ),
+    )  # fmt: skip
+    out = torch.zeros((2, 50), device=device)
+    torch.library.opcheck(
+        torch.ops.vegas_ops.aggregate_logits.default,
+        (logits, 3, seqlens, 0, None, None, None, None, None, out),
+    )
+
+
+def test_compile_fullgraph(device: torch.device) -> None:
+    logits = torch.randn(2, 300).to(device)
+    seqlens = int32((300, 20), device)
+
+    def step(logits: Tensor, seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        indices, lengths = vegas_ops.topk_aggregate_logits(
+            logits * 2, dump="token", seqlens=seqlens, k=30, max_k=32, pool=(2, 0)
+        )
+        sums, _ = vegas_ops.aggregate_logits(logits, dump="token", seqlens=seqlens)
+        return indices + 1, sums[0] + lengths[0]
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")(logits, seqlens)
+    for got, want in zip(compiled, step(logits, seqlens), strict=True):
+        assert_same_bits(got, want, "compiled")
+
+
+def test_fake_tensors_on_cuda() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        logits = torch.empty((5, 2, 2, 4, 300), dtype=torch.bfloat16, device="cuda")
+        seqlens = torch.empty(2, dtype=torch.int32, device="cuda")
+        indices, lengths = vegas_ops.topk_aggregate_logits(
+            logits, dump="kv_head", seqlens=seqlens, k=9, max_k=16, per_kv_head=True
+        )
+        assert indices.shape == (5, 2, 4, 16) and lengths.shape == (5, 2, 4)
+        assert indices.dtype == lengths.dtype == torch.int32 and indices.device.type == "cuda"
+        sums, heads = vegas_ops.aggregate_logits(logits, dump="kv_head", seqlens=seqlens)
+        assert sums.shape == (5, 2, 300) and sums.dtype == torch.float32 and heads == 4

@@ -1,0 +1,496 @@
+"""sparse_paged_decode against its oracle, on every device of this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from op_cases import GARBAGE_PAGES, LAYOUTS, SENTINEL, PagedCase, int32
+from op_checks import assert_same_bits, check_attention_rows
+from torch import Tensor
+
+import vegas_ops
+from vegas_ops import reference
+
+
+@dataclass
+class SparseCase(PagedCase):
+    """A call of sparse_paged_decode.
+
+    `counts` are the listed tokens per request, drawn below `tail_starts` (or the length). Entries
+    behind a count hold garbage; `holes` of the counted ones are replaced by what must be skipped.
+    """
+
+    counts: Sequence[int] = (5,)
+    tail_starts: Sequence[int] | None = None
+    logical: bool = False
+    per_head: bool = False
+    holes: int = 0
+    repeats: bool = False
+    spare_k: int = 3
+    strided: bool = False
+    with_sinks: bool = False
+    give_lengths: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.q = self.rows_of_q(self.batch, 0, self.strided)
+        self.sinks = self.put(self.random(self.heads_q)) if self.with_sinks else None
+        lists = self.heads_kv if self.per_head else 1
+        max_k = max([*self.counts, 0]) + self.spare_k
+        pick = torch.randint(0, 2, (self.batch, lists, max_k), generator=self.generator)
+        indices = torch.tensor(GARBAGE_PAGES)[pick]
+        lengths = torch.zeros(self.batch, lists, dtype=torch.int64)
+        table = self.block_table.cpu()
+        slots_in_cache = self.k_cache.shape[0] * self.page_size
+        for b in range(self.batch):
+            below = self.lengths[b]
+            if self.tail_starts is not None:
+                below = min(below, max(self.tail_starts[b], 0))
+            for head in range(lists):
+                count = self.counts[b]
+                if self.repeats and below > 0:
+                    tokens = torch.randint(0, below, (count,), generator=self.generator)
+                else:
+                    tokens = torch.randperm(below, generator=self.generator)[:count]
+                    if self.per_head and head:
+                        tokens = tokens[: max(len(tokens) - head, 0)]
+                if not self.logical and len(tokens):
+                    tokens = table[b][tokens // self.page_size].long() * self.page_size + (
+                        tokens % self.page_size
+                    )
+                beyond = below if self.logical else slots_in_cache
+                for hole in range(min(self.holes, len(tokens))):
+                    at = int(torch.randint(0, len(tokens), (), generator=self.generator))
+                    tokens[at] = (-1, -9, 2**31 - 1, beyond)[hole % 4]
+                if self.logical and (self.tail_starts is not None or not self.give_lengths):
+                    # At or beyond tail_start, or an unstated length, is the caller's fault.
+                    tokens[tokens == below] = -1
+                indices[b, head, : len(tokens)] = tokens
+                lengths[b, head] = len(tokens)
+        if not self.per_head:
+            indices, lengths = indices[:, 0], lengths[:, 0]
+        self.indices = self.put(indices.to(torch.int32))
+        self.topk_length = self.put(lengths.to(torch.int32))
+
+    @property
+    def args(self) -> tuple[Tensor, ...]:
+        return self.q, self.k_cache, self.v_cache, self.indices, self.topk_length
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        tail = self.tail_starts
+        window = self.options.get("window_size", (-1, -1))
+        needs_lengths = tail is not None or self.give_lengths or window != (-1, -1)
+        return {
+            "tail_start": None if tail is None else int32(tail, self.device),
+            "seqused_k": self.seqused_k if needs_lengths else None,
+            "block_table": self.block_table if tail is not None or self.logical else None,
+            "indices_are_slots": not self.logical,
+            "sinks": self.sinks,
+            "k_descale": self.k_descale,
+            "v_descale": self.v_descale,
+            **self.options,
+        }
+
+    def outputs(self, fill: float, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        wide = torch.full(
+            (self.batch, self.heads_q, self.head_dim + 16 * self.strided), fill,
+            dtype=dtype or self.dtype, device=self.device,
+        )  # fmt: skip
+        lse = torch.full((self.heads_q, self.batch), fill, dtype=dtype or torch.float32, device=self.device)
+        return {"out": wide[..., : self.head_dim], "lse": lse}
+
+    def attended(self, b: int, head: int) -> list[int]:
+        """Slots of the tokens that one KV head of a request attends to, one by one."""
+        kwargs = self.kwargs
+        num_pages = self.k_cache.shape[0]
+        table = self.block_table[b].tolist()
+        length = self.lengths[b] if kwargs["seqused_k"] is not None else None
+        if length == 0:
+            return []
+        left, right = self.options.get("window_size", (-1, -1))
+        row = (self.indices[b, head] if self.per_head else self.indices[b]).tolist()
+        count = int(self.topk_length[b, head] if self.per_head else self.topk_length[b])
+        slots: list[int] = []
+        positions = []
+        for index in row[: max(count, 0)]:
+            if self.logical:
+                positions.append(index)
+            elif 0 <= index < num_pages * self.page_size:
+                slots.append(index)
+        if self.tail_starts is not None:
+            assert length is not None
+            positions += range(max(self.tail_starts[b], 0), length)
+        for position in positions:
+            if position < 0 or position // self.page_size >= len(table):
+                continue
+            if length is not None:
+                p = length - 1
+                if position > p or (left >= 0 and position < p - left):
+                    continue
+                if right >= 0 and position > p + right:
+                    continue
+            page = table[position // self.page_size]
+            if 0 <= page < num_pages:
+                slots.append(page * self.page_size + position % self.page_size)
+        return slots
+
+
+def check_sparse(case: SparseCase) -> dict[str, Tensor]:
+    got, again = case.outputs(SENTINEL), case.outputs(math.nan)
+    vegas_ops.sparse_paged_decode(*case.args, **case.kwargs, **got)
+    vegas_ops.sparse_paged_decode(*case.args, **case.kwargs, **again)
+    fresh = dict(zip(("out", "lse"), vegas_ops.sparse_paged_decode(*case.args, **case.kwargs), strict=True))
+    want = case.outputs(math.nan, torch.float64)
+    reference.sparse_paged_decode(*case.args, **case.kwargs, **want)
+    for name in ("out", "lse"):
+        assert_same_bits(got[name], again[name], f"{name} of two calls")
+        assert_same_bits(got[name], fresh[name], f"{name} allocated and given")
+        assert not bool(want[name].isnan().any())
+    group = case.heads_q // case.heads_kv
+    scale = case.options.get("softmax_scale") or case.head_dim**-0.5
+    softcap = case.options.get("softcap", 0.0)
+    for b in range(case.batch):
+        for head in range(case.heads_kv):
+            heads = slice(head * group, (head + 1) * group)
+            slots = torch.tensor(case.attended(b, head), dtype=torch.int64, device=case.device)
+            keys, values = (
+                reference._load(
+                    cache, slots, reference._descale_of(descale, b, case.heads_kv), torch.float64
+                )[:, head]
+                for cache, descale in (
+                    (case.k_cache, case.k_descale), (case.v_cache, case.v_descale),
+                )
+            )  # fmt: skip
+            check_attention_rows(
+                case, b, heads, case.q[b, heads], keys, values, scale, softcap, case.sinks,
+                (got["out"][b, heads], got["lse"][heads, b]),
+                (want["out"][b, heads], want["lse"][heads, b]),
+            )  # fmt: skip
+    return got
+
+
+def case_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+@st.composite
+def sparse_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    group = draw(st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 16)))
+    heads_kv = draw(st.integers(1, 3 if group < 8 else 1))
+    fp8 = draw(st.booleans())
+    batch = draw(st.integers(0, 4))
+    maybe = st.booleans()
+    length = st.one_of(st.integers(0, 2), st.integers(1, 70), st.integers(70, 600))
+    lengths = draw(st.lists(length, min_size=batch, max_size=batch))
+    tails = None
+    if draw(maybe):
+        tails = [draw(st.integers(-1, n + 1)) if draw(maybe) else max(n - 4, 0) for n in lengths]
+    logical = draw(maybe)
+    repeats = draw(maybe)
+    counts = [draw(st.integers(0, n + 5 if repeats else n)) for n in lengths]
+    options: dict[str, Any] = {
+        "softcap": draw(st.sampled_from((0.0, 0.0, 1.0, 30.0))),
+        "batch_invariant": draw(maybe),
+        "num_splits": draw(st.sampled_from((0, 0, 1, 2, 3, 7))),
+    }
+    spare_k = draw(st.integers(0, 3))
+    if draw(maybe):
+        options["softmax_scale"] = draw(st.sampled_from((0.05, 0.3)))
+    if draw(maybe) and (logical or tails is not None):
+        options["window_size"] = (draw(st.integers(-1, 40)), draw(st.integers(-1, 2)))
+        if not logical:
+            counts, spare_k = [0] * batch, 0
+    return {
+        "seed": draw(st.integers(0, 2**31)),
+        "dtype": draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
+        "fp8": fp8,
+        "descale": draw(st.sampled_from(("none", "one", "head", "request"))) if fp8 else "none",
+        "heads_q": group * heads_kv,
+        "heads_kv": heads_kv,
+        "head_dim": draw(st.sampled_from((64, 80, 96, 128, 192, 256))),
+        "page_size": draw(st.sampled_from((1, 2, 7, 16, 53, 64, 256))),
+        "layout": draw(st.sampled_from(LAYOUTS)),
+        "lengths": lengths,
+        "counts": counts,
+        "tail_starts": tails,
+        "logical": logical,
+        "per_head": draw(maybe),
+        "holes": draw(st.sampled_from((0, 0, 1, 5))),
+        "repeats": repeats,
+        "spare_k": spare_k,
+        "strided": draw(maybe),
+        "with_sinks": draw(maybe),
+        "give_lengths": draw(maybe),
+        "options": options,
+    }
+
+
+@given(arguments=sparse_arguments())
+def test_any_case(device: torch.device, arguments: dict[str, Any]) -> None:
+    if device.type == "cuda" and arguments["dtype"] == torch.float32:
+        arguments["dtype"] = torch.bfloat16
+    check_sparse(SparseCase(device=device, **arguments))
+
+
+@pytest.mark.parametrize("page_size", (1, 2, 7, 16, 53, 64, 256))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_page_sizes_and_layouts(device: torch.device, layout: str, page_size: int) -> None:
+    for logical in (False, True):
+        check_sparse(
+            SparseCase(
+                seed=page_size, device=device, dtype=torch.bfloat16, layout=layout,
+                page_size=page_size, lengths=(page_size + 5, 100), counts=(3, 40),
+                tail_starts=(page_size + 1, 97), logical=logical,
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", (64, 80, 96, 128, 192, 256))
+@pytest.mark.parametrize("kind", ("fp32", "bf16", "fp16", "bf16+fp8", "fp16+fp8", "fp32+fp8"))
+def test_head_dims_and_dtypes(device: torch.device, head_dim: int, kind: str) -> None:
+    name, _, fp8 = kind.partition("+")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("fp32 is for the CPU")
+    check_sparse(
+        SparseCase(
+            seed=head_dim, device=device, dtype=dtype, fp8=bool(fp8), head_dim=head_dim,
+            descale="request" if fp8 else "none", lengths=(131, 5), counts=(70, 2),
+            tail_starts=(120, 5),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+def test_group_sizes(device: torch.device, group: int) -> None:
+    check_sparse(
+        SparseCase(
+            seed=group, device=device, dtype=torch.bfloat16, heads_q=2 * group, lengths=(77, 18),
+            counts=(33, 4), tail_starts=(70, 10),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tail", (None, 0, 1, 7, 64, 129))
+@pytest.mark.parametrize("count", (0, 1, 64, 129))
+def test_tail_lengths(device: torch.device, tail: int | None, count: int) -> None:
+    lengths = (300, 200, 0)
+    starts = None if tail is None else tuple(max(n - tail, 0) for n in lengths)
+    for per_head in (False, True):
+        check_sparse(
+            SparseCase(
+                seed=2, device=device, dtype=torch.bfloat16, lengths=lengths, per_head=per_head,
+                counts=(count, max(count - 1, 0), 0), tail_starts=starts, with_sinks=True,
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_splits", (0, 1, 2, 3, 5, 64))
+@pytest.mark.parametrize("batch_invariant", (False, True))
+def test_splits(device: torch.device, num_splits: int, batch_invariant: bool) -> None:
+    check_sparse(
+        SparseCase(
+            seed=3, device=device, dtype=torch.bfloat16, lengths=(5000, 100, 1), page_size=64,
+            counts=(1500, 1, 0), tail_starts=(4100, 99, 1), with_sinks=True,
+            options={"num_splits": num_splits, "batch_invariant": batch_invariant},
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", ((0, 0), (5, 0), (100, -1), (-1, 0)))
+def test_window_layer_drafts_from_a_clipped_tail(device: torch.device, window: tuple[int, int]) -> None:
+    lengths = (90, 3, 0)
+    for starts in ((0, 0, 0), (80, 1, 0)):
+        check_sparse(
+            SparseCase(
+                seed=4, device=device, dtype=case_dtype(device), lengths=lengths,
+                counts=(0, 0, 0), spare_k=0, tail_starts=starts, with_sinks=True,
+                options={"window_size": window},
+            )
+        )  # fmt: skip
+
+
+def test_tail_meets_bad_pages(device: torch.device) -> None:
+    case = SparseCase(
+        seed=5, device=device, dtype=case_dtype(device), lengths=(70, 40, 30), counts=(10, 0, 0),
+        tail_starts=(30, 0, 28),
+    )  # fmt: skip
+    case.block_table[0, 2] = -1
+    case.block_table[1, :3] = 2**31 - 1
+    case.block_table[2, 1] = case.k_cache.shape[0]
+    got = check_sparse(case)
+    assert bool((got["out"][1] == 0).all()) and bool(torch.isneginf(got["lse"][:, 1]).all())
+
+
+def test_empty_row_reads_no_index(device: torch.device) -> None:
+    """A padded row of an engine: length 0, a stale count and stale indices."""
+    case = SparseCase(
+        seed=6, device=device, dtype=case_dtype(device), lengths=(40, 0), counts=(8, 0),
+        tail_starts=(38, 17),
+    )  # fmt: skip
+    case.indices[1] = case.indices[0]
+    case.topk_length[1] = 8
+    got = check_sparse(case)
+    assert bool((got["out"][1] == 0).all()) and bool(torch.isneginf(got["lse"][:, 1]).all())
+
+
+@pytest.mark.parametrize("count", (-1, -(2**31)))
+def test_negative_counts_are_empty(device: torch.device, count: int) -> None:
+    case = SparseCase(
+        device=device, dtype=case_dtype(device), lengths=(40, 40), counts=(8, 8), give_lengths=False
+    )
+    case.topk_length[1] = count
+    got = check_sparse(case)
+    assert bool((got["out"][1] == 0).all())
+
+
+def test_count_is_clamped_to_the_list(device: torch.device) -> None:
+    case = SparseCase(device=device, dtype=case_dtype(device), lengths=(40,), counts=(8,), spare_k=0)
+    full = check_sparse(case)
+    case.topk_length[0] = 2**31 - 1
+    clamped = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs)
+    assert_same_bits(clamped[0], full["out"], "out")
+
+
+def test_full_list_equals_verification(device: torch.device) -> None:
+    """Listing every token and drafting gives what the verification of that row gives."""
+    case = SparseCase(
+        seed=7, device=device, dtype=case_dtype(device), lengths=(130,), counts=(0,),
+        tail_starts=(0,),
+    )  # fmt: skip
+    out, lse = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs)
+    full = vegas_ops.flash_attn_with_logit_dump(
+        case.q, case.k_cache, case.v_cache, case.block_table, case.seqused_k,
+        cu_seqlens_q=int32((0, 1), device), max_seqlen_q=1, max_seqlen_k=130, dump="none",
+    )  # fmt: skip
+    torch.testing.assert_close(out, full.out)
+    torch.testing.assert_close(lse, full.lse)
+
+
+def test_visible_nan_stays_in_its_request(device: torch.device) -> None:
+    case = SparseCase(
+        seed=8, device=device, dtype=case_dtype(device), lengths=(70, 90, 33), counts=(30, 40, 20)
+    )
+    clean = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs)
+    slot = int(case.indices[1, 3])
+    case.v_cache[slot // 16, slot % 16, 0, 7] = math.nan
+    got = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs)
+    assert bool(got[0][1, :2, 7].isnan().all())
+    assert_same_bits(got[0][[0, 2]], clean[0][[0, 2]], "out of the other requests")
+
+
+@pytest.mark.parametrize("logical", (False, True))
+def test_batch_invariant(device: torch.device, logical: bool) -> None:
+    lengths = (1500, 33, 1, 0, 3000)
+    case = SparseCase(
+        seed=9, device=device, dtype=torch.bfloat16, lengths=lengths, counts=(700, 5, 0, 0, 1200),
+        tail_starts=(1490, 30, 0, 0, 2000), logical=logical, options={"batch_invariant": True},
+    )  # fmt: skip
+    out, lse = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs)
+    for b in range(len(lengths)):
+        kwargs = case.kwargs
+        for name in ("tail_start", "seqused_k", "block_table"):
+            kwargs[name] = kwargs[name][b : b + 1]
+        alone = vegas_ops.sparse_paged_decode(
+            case.q[b : b + 1], case.k_cache, case.v_cache, case.indices[b : b + 1],
+            case.topk_length[b : b + 1], **kwargs,
+        )  # fmt: skip
+        assert_same_bits(alone[0][0], out[b], f"out of request {b}")
+        assert_same_bits(alone[1][:, 0], lse[:, b], f"lse of request {b}")
+
+
+def test_page_stride_beyond_32_bits(device: torch.device) -> None:
+    case = SparseCase(
+        seed=10, device=device, dtype=torch.bfloat16, lengths=(60,), counts=(20,),
+        tail_starts=(50,), logical=True,
+    )  # fmt: skip
+    expected = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs)
+    pages, page_shape = 40, case.k_cache.shape[1:]
+    stride = 2**27 + 64
+    size = (pages - 1) * stride + 2 * page_shape.numel()
+    if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 2 * size + 2**30:
+        pytest.skip("needs 11 GiB of free GPU memory")
+    storage = torch.empty(size, dtype=torch.bfloat16, device=device)  # the CPU commits it lazily
+    table = (15, 16, 39, 17)
+    views = []
+    for offset, cache in ((0, case.k_cache), (page_shape.numel(), case.v_cache)):
+        strides = (stride, *cache.stride()[1:])
+        view = storage.as_strided((pages, *page_shape), strides, offset)
+        for column, page in enumerate(table):
+            view[page] = cache[int(case.block_table[0, column])]
+        views.append(view)
+    case.k_cache, case.v_cache = views
+    case.block_table = int32(table, device)[None]
+    got = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs)
+    assert_same_bits(got[0], expected[0], "out")
+    case.logical = False
+    slots = case.block_table[0][(case.indices.clamp(0, 59) // 16).long()] * 16 + case.indices % 16
+    case.indices = slots.to(torch.int32)
+    got = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs)
+    assert_same_bits(got[0], expected[0], "out by slots")
+
+
+# Integration with torch.
+
+
+@pytest.mark.parametrize("tail", (False, True))
+def test_opcheck(device: torch.device, tail: bool) -> None:
+    case = SparseCase(
+        device=device, dtype=case_dtype(device), lengths=(20, 7), counts=(3, 1),
+        tail_starts=(18, 5) if tail else None, with_sinks=True,
+    )  # fmt: skip
+    outputs, kwargs = case.outputs(0.0), case.kwargs
+    workspace = None
+    if device.type == "cuda":
+        workspace = vegas_ops.make_workspace(
+            "sparse_paged_decode", max_batch=2, max_q_len=1, max_seqlen_k=64, max_k=8,
+            num_heads_q=4, num_heads_kv=2, head_dim=64, device=device,
+        )  # fmt: skip
+    torch.library.opcheck(
+        torch.ops.vegas_ops.sparse_paged_decode.default,
+        (
+            *case.args, kwargs["tail_start"], kwargs["seqused_k"], kwargs["block_table"], True,
+            0.125, 0.0, case.sinks, -1, -1, None, None, False, 0, outputs["out"], outputs["lse"],
+            workspace,
+        ),
+    )  # fmt: skip
+
+
+def test_compile_fullgraph(device: torch.device) -> None:
+    case = SparseCase(
+        device=device, dtype=case_dtype(device), lengths=(20, 7), counts=(3, 1), tail_starts=(18, 5)
+    )
+
+    def step(q: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        out, _ = vegas_ops.sparse_paged_decode(q * 2, *case.args[1:], **kwargs)
+        return out + 1
+
+    out = torch.compile(step, fullgraph=True, backend="eager")(case.q, case.kwargs)
+    assert_same_bits(out, step(case.q, case.kwargs), "out")
+
+
+def test_fake_tensors_on_cuda() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    case = SparseCase(dtype=torch.bfloat16, lengths=(20, 7), counts=(3, 1), tail_starts=(18, 5))
+    with FakeTensorMode():
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return torch.empty(value.shape, dtype=value.dtype, device="cuda")
+
+        out, lse = vegas_ops.sparse_paged_decode(
+            *(fake(a) for a in case.args), **{name: fake(v) for name, v in case.kwargs.items()}
+        )
+        assert out.device.type == lse.device.type == "cuda"
+        assert out.shape == case.q.shape and lse.shape == (4, 2) and lse.dtype == torch.float32

@@ -1,0 +1,448 @@
+"""flash_attn_with_logit_dump against its oracle, on every device of this machine."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from op_cases import LAYOUTS, SENTINEL, VerifyCase, int32
+from op_checks import assert_same_bits, check_verify
+from torch import Tensor
+
+import vegas_ops
+
+DUMPS = ("none", "token", "token_weight", "kv_head", "rows", "all")
+HALF = (torch.bfloat16, torch.float16)
+
+
+def run(case: VerifyCase, **outputs: Tensor) -> vegas_ops.AttentionWithDump:
+    return vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, **outputs)
+
+
+def case_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+@st.composite
+def verify_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    group = draw(st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 16)))
+    heads_kv = draw(st.integers(1, 3 if group < 8 else 1))
+    fp8 = draw(st.booleans())
+    batch = draw(st.integers(1, 4))
+    length = st.one_of(st.integers(0, 3), st.integers(1, 70), st.integers(70, 400))
+    lengths = draw(st.lists(length, min_size=batch, max_size=batch))
+    rows = st.one_of(st.integers(0, 2), st.integers(1, 9), st.integers(17, 33))
+    q_lens = draw(st.lists(rows, min_size=batch, max_size=batch))
+    bound = st.one_of(st.just(-1), st.integers(0, 80))
+    maybe = st.booleans()
+    dump = draw(st.sampled_from(DUMPS))
+    summed = dump in ("token", "token_weight")
+    options: dict[str, Any] = {
+        "causal": draw(st.sampled_from((True, True, False))),
+        "window_size": (draw(bound), draw(bound)) if draw(maybe) else (-1, -1),
+        "softcap": draw(st.sampled_from((0.0, 0.0, 1.0, 30.0))),
+        "batch_invariant": draw(maybe),
+        "num_splits": draw(st.sampled_from((0, 0, 1, 2, 3, 7))),
+    }
+    if draw(maybe):
+        options["softmax_scale"] = draw(st.sampled_from((0.05, 0.3)))
+    return {
+        "seed": draw(st.integers(0, 2**31)),
+        "dtype": draw(st.sampled_from((torch.float32, *HALF))),
+        "fp8": fp8,
+        "descale": draw(st.sampled_from(("none", "one", "head", "request"))) if fp8 else "none",
+        "heads_q": group * heads_kv,
+        "heads_kv": heads_kv,
+        "head_dim": draw(st.sampled_from((64, 80, 96, 128, 192, 256))),
+        "page_size": draw(st.sampled_from((1, 2, 7, 16, 53, 64, 256))),
+        "layout": draw(st.sampled_from(LAYOUTS)),
+        "lengths": lengths,
+        "q_lens": q_lens,
+        "extra_rows": draw(st.integers(0, 2)),
+        "strided": draw(maybe),
+        "dump": dump,
+        "dump_rows": draw(st.lists(st.integers(0, 3), min_size=batch, max_size=batch))
+        if draw(maybe)
+        else None,
+        "dump_len": draw(st.lists(st.integers(-2, 410), min_size=batch, max_size=batch))
+        if draw(maybe)
+        else None,
+        "logits_dtype": torch.float32 if summed else draw(st.sampled_from((None, torch.float32))),
+        "wider": draw(st.sampled_from((0, 5))),
+        "hint_kind": draw(st.sampled_from(("near", "near", "far"))),
+        "with_sinks": draw(maybe),
+        "spare_columns": draw(st.integers(0, 2)),
+        "options": options,
+    }
+
+
+@given(arguments=verify_arguments())
+def test_any_case(device: torch.device, arguments: dict[str, Any]) -> None:
+    if device.type == "cuda" and arguments["dtype"] == torch.float32:
+        arguments["dtype"] = torch.bfloat16
+    check_verify(VerifyCase(device=device, **arguments))
+
+
+@pytest.mark.parametrize("page_size", (1, 2, 7, 16, 53, 64, 256))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_page_sizes_and_layouts(device: torch.device, layout: str, page_size: int) -> None:
+    lengths = (page_size, page_size + 1, max(page_size - 1, 1), 2 * page_size + 3)
+    check_verify(
+        VerifyCase(
+            seed=page_size, device=device, dtype=torch.bfloat16, layout=layout,
+            page_size=page_size, lengths=lengths, q_lens=(1, 4, 1, 2), dump="kv_head",
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", (64, 80, 96, 128, 192, 256))
+@pytest.mark.parametrize("kind", ("fp32", "bf16", "fp16", "bf16+fp8", "fp16+fp8", "fp32+fp8"))
+def test_head_dims_and_dtypes(device: torch.device, head_dim: int, kind: str) -> None:
+    name, _, fp8 = kind.partition("+")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("fp32 is for the CPU")
+    check_verify(
+        VerifyCase(
+            seed=head_dim, device=device, dtype=dtype, fp8=bool(fp8), head_dim=head_dim,
+            descale="request" if fp8 else "none", lengths=(131, 5), q_lens=(7, 1),
+            dump="kv_head", logits_dtype=torch.float32,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("dump", ("token", "kv_head"))
+def test_group_sizes(device: torch.device, group: int, dump: str) -> None:
+    check_verify(
+        VerifyCase(
+            seed=group, device=device, dtype=torch.bfloat16, heads_q=2 * group, lengths=(77, 18),
+            q_lens=(5, 1), dump=dump,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", range(1, 34))
+def test_row_counts(device: torch.device, rows: int) -> None:
+    check_verify(
+        VerifyCase(
+            seed=rows, device=device, dtype=case_dtype(device), heads_q=8, lengths=(100, rows, 40),
+            q_lens=(rows, rows, 3), dump="token_weight",
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dump", DUMPS)
+@pytest.mark.parametrize("dump_rows", (None, 0, 1, 2, 3))
+@pytest.mark.parametrize("dump_len", (None, 0, 1, 41, 1000, -1))
+def test_dumps(device: torch.device, dump: str, dump_rows: int | None, dump_len: int | None) -> None:
+    check_verify(
+        VerifyCase(
+            seed=1, device=device, dtype=case_dtype(device), lengths=(50, 44, 0, 9),
+            q_lens=(4, 1, 2, 0), extra_rows=1, dump=dump, wider=3,
+            dump_rows=None if dump_rows is None else (dump_rows,) * 4,
+            dump_len=None if dump_len is None else (dump_len,) * 4,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", (True, False))
+@pytest.mark.parametrize("window", ((-1, -1), (0, 0), (0, -1), (16, 0), (33, 2), (-1, 3), (500, 500)))
+@pytest.mark.parametrize("with_sinks", (False, True))
+def test_masks(device: torch.device, causal: bool, window: tuple[int, int], with_sinks: bool) -> None:
+    for dump in ("token", "kv_head"):
+        check_verify(
+            VerifyCase(
+                seed=3, device=device, dtype=torch.bfloat16, lengths=(90, 3, 1, 150),
+                q_lens=(6, 5, 1, 1), dump=dump, with_sinks=with_sinks,
+                options={"causal": causal, "window_size": window, "softcap": 2.0},
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_splits", (0, 1, 2, 3, 5, 64))
+@pytest.mark.parametrize("batch_invariant", (False, True))
+def test_splits(device: torch.device, num_splits: int, batch_invariant: bool) -> None:
+    for dump in ("token", "kv_head"):
+        check_verify(
+            VerifyCase(
+                seed=4, device=device, dtype=torch.bfloat16, lengths=(3001, 100, 1), page_size=64,
+                q_lens=(7, 1, 1), dump=dump, with_sinks=True,
+                options={"num_splits": num_splits, "batch_invariant": batch_invariant},
+            )
+        )  # fmt: skip
+
+
+def test_no_requests_and_no_rows(device: torch.device) -> None:
+    dtype = case_dtype(device)
+    check_verify(VerifyCase(device=device, dtype=dtype, lengths=(), q_lens=()))
+    for dump in DUMPS:
+        check_verify(VerifyCase(device=device, dtype=dtype, lengths=(5, 0), q_lens=(0, 0), dump=dump))
+        check_verify(
+            VerifyCase(
+                device=device, dtype=dtype, lengths=(0, 0), q_lens=(1, 3), dump=dump,
+                with_sinks=True,
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("bad_page", (-1, -7, 2**31 - 1, "first beyond"))
+@pytest.mark.parametrize("dump", ("token", "token_weight", "kv_head", "rows", "all"))
+def test_bad_pages_are_masked(device: torch.device, bad_page: int | str, dump: str) -> None:
+    case = VerifyCase(
+        seed=5, device=device, dtype=case_dtype(device), lengths=(70, 40), q_lens=(3, 1),
+        dump=dump,
+    )  # fmt: skip
+    page = case.k_cache.shape[0] if bad_page == "first beyond" else bad_page
+    case.block_table[0, 1] = page
+    case.block_table[1, 2] = page  # the page of this request's only query row
+    check_verify(case)
+
+
+def test_request_whose_pages_are_all_bad(device: torch.device) -> None:
+    case = VerifyCase(device=device, dtype=case_dtype(device), lengths=(40, 40), q_lens=(2, 2))
+    case.block_table[0] = -1
+    got = check_verify(case)
+    assert bool((got["out"][:2] == 0).all()) and bool(torch.isneginf(got["lse"][:, :2]).all())
+
+
+@pytest.mark.parametrize("where", ("k", "v", "q"))
+def test_visible_nan_stays_in_its_request(device: torch.device, where: str) -> None:
+    case = VerifyCase(
+        seed=6, device=device, dtype=case_dtype(device), lengths=(70, 90, 33), q_lens=(3, 4, 1),
+        dump="token",
+    )  # fmt: skip
+    clean = run(case)
+    if where == "q":
+        case.q[case.cu[1] + 3, 0, 5] = math.nan
+    else:
+        cache = case.k_cache if where == "k" else case.v_cache
+        cache[int(case.block_table[1, 0]), 3, 0, 7] = math.nan
+    got = run(case)
+    last = got.out[case.cu[2] - 1, : 1 if where == "q" else 2]
+    assert bool(last.isnan().any(-1).all()), "NaN was swallowed"
+    others = [0, 1, 2, case.cu[2]]
+    assert_same_bits(got.out[others], clean.out[others], "out of the other requests")
+    assert_same_bits(got.lse[:, others], clean.lse[:, others], "lse of the other requests")
+    assert clean.logits is not None and got.logits is not None
+    for b, n in ((0, 68), (2, 33)):
+        assert_same_bits(got.logits[b, :n], clean.logits[b, :n], "logits of the other requests")
+
+
+def test_nan_outside_every_window_is_not_seen(device: torch.device) -> None:
+    case = VerifyCase(
+        seed=7, device=device, dtype=case_dtype(device), lengths=(200,), q_lens=(3,), dump="kv_head",
+        options={"window_size": (40, 0)},
+    )  # fmt: skip
+    clean = run(case, **case.outputs(SENTINEL))
+    for cache in (case.k_cache, case.v_cache):
+        for position in range(157):
+            cache[int(case.block_table[0, position // 16]), position % 16] = math.nan
+    got = run(case, **case.outputs(SENTINEL))
+    for name in ("out", "lse", "logits", "guide_lse"):
+        assert_same_bits(getattr(got, name), getattr(clean, name), name)
+
+
+def test_unused_slots_do_not_matter_bitwise(device: torch.device) -> None:
+    case = VerifyCase(
+        seed=8, device=device, dtype=torch.bfloat16, lengths=(3, 70), q_lens=(1, 3), dump="token"
+    )
+    poisoned = run(case, **case.outputs(SENTINEL))
+    for cache in (case.k_cache, case.v_cache):
+        cache.nan_to_num_(0.0)
+    zeroed = run(case, **case.outputs(SENTINEL))
+    assert_same_bits(poisoned.out, zeroed.out, "out")
+    assert poisoned.logits is not None and zeroed.logits is not None
+    assert_same_bits(poisoned.logits, zeroed.logits, "logits")
+
+
+@pytest.mark.parametrize("dump", DUMPS)
+def test_batch_invariant(device: torch.device, dump: str) -> None:
+    lengths, q_lens = (1500, 33, 1, 700, 2049), (7, 1, 1, 3, 5)
+    case = VerifyCase(
+        seed=9, device=device, dtype=torch.bfloat16, lengths=lengths, q_lens=q_lens, dump=dump,
+        options={"batch_invariant": True},
+    )  # fmt: skip
+    together = run(case, **case.outputs(SENTINEL))
+    for b in range(len(lengths)):
+        kwargs = case.kwargs
+        kwargs["cu_seqlens_q"] = int32((0, q_lens[b]), device)
+        if kwargs["guide_lse_hint"] is not None:
+            kwargs["guide_lse_hint"] = kwargs["guide_lse_hint"][b : b + 1].contiguous()
+        rows = slice(case.cu[b], case.cu[b + 1])
+        alone = vegas_ops.flash_attn_with_logit_dump(
+            case.q[rows], case.k_cache, case.v_cache, case.block_table[b : b + 1],
+            case.seqused_k[b : b + 1], **kwargs,
+        )  # fmt: skip
+        assert_same_bits(alone.out, together.out[rows], f"out of request {b}")
+        assert_same_bits(alone.lse, together.lse[:, rows], f"lse of request {b}")
+        if together.guide_lse is not None and alone.guide_lse is not None:
+            assert_same_bits(alone.guide_lse[0], together.guide_lse[b], f"guide_lse of {b}")
+        if together.logits is not None and alone.logits is not None:
+            n = lengths[b] - q_lens[b] + 1
+            got, want = alone.logits[..., :n], together.logits[..., :n]
+            want = want[rows] if dump == "all" else want[b : b + 1]
+            assert_same_bits(got, want, f"logits of request {b}")
+
+
+def test_hint_of_an_empty_guide_stays_finite(device: torch.device) -> None:
+    case = VerifyCase(
+        device=device, dtype=case_dtype(device), lengths=(20,), q_lens=(2,), dump="token_weight"
+    )
+    case.hint = torch.full_like(case.hint, -math.inf)
+    logits = run(case).logits
+    assert logits is not None
+    assert bool((logits[0, :19] == torch.finfo(torch.float32).max).all())
+
+
+def test_two_rounds_use_the_guide_lse_as_hint(device: torch.device) -> None:
+    """With this round's own normaliser every plane's weights sum to one over what its row sees."""
+    case = VerifyCase(
+        device=device, dtype=case_dtype(device), lengths=(64, 30), q_lens=(1, 1), dump="kv_head"
+    )
+    guide_lse = run(case).guide_lse
+    assert guide_lse is not None
+    case.dump, case.hint = "token_weight", guide_lse
+    logits = run(case).logits
+    assert logits is not None
+    for b, n in enumerate(case.lengths):
+        assert float(logits[b, :n].sum()) == pytest.approx(case.heads_kv, rel=1e-5)
+
+
+def test_page_stride_beyond_32_bits(device: torch.device) -> None:
+    """Page id times page stride passes 2^31 elements: the pages between are never touched."""
+    case = VerifyCase(
+        seed=10, device=device, dtype=torch.bfloat16, lengths=(60,), q_lens=(3,), dump="kv_head"
+    )
+    expected = run(case, **case.outputs(SENTINEL))
+    pages, page_shape = 40, case.k_cache.shape[1:]
+    stride = 2**27 + 64  # the last page starts beyond 5e9 elements
+    size = (pages - 1) * stride + 2 * page_shape.numel()
+    if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 2 * size + 2**30:
+        pytest.skip("needs 11 GiB of free GPU memory")
+    storage = torch.empty(size, dtype=torch.bfloat16, device=device)  # the CPU commits it lazily
+    table = (15, 16, 39, 17)
+    strides = (stride, *case.k_cache.stride()[1:])
+    views = []
+    for offset, cache in ((0, case.k_cache), (page_shape.numel(), case.v_cache)):
+        view = storage.as_strided((pages, *page_shape), strides, offset)
+        for column, page in enumerate(table):
+            view[page] = cache[int(case.block_table[0, column])]
+        views.append(view)
+    case.k_cache, case.v_cache = views
+    case.block_table = int32(table, device)[None]
+    got = run(case, **case.outputs(SENTINEL))
+    for field in ("out", "lse", "logits", "guide_lse"):
+        assert_same_bits(getattr(got, field), getattr(expected, field), field)
+
+
+def test_dumped_rows_beyond_32_bits(device: torch.device) -> None:
+    """The logits of the last request start beyond 2^31 elements."""
+    lengths, q_lens = (20, 20, 20), (2, 2, 2)
+    case = VerifyCase(
+        seed=11, device=device, dtype=torch.bfloat16, lengths=lengths, q_lens=q_lens, dump="token"
+    )
+    stride = 2**30 + 8
+    size = 2 * stride + 64
+    if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 4 * size + 2**30:
+        pytest.skip("needs 10 GiB of free GPU memory")
+    logits = torch.empty(size, device=device).as_strided((3, 64), (stride, 1))
+    logits.fill_(SENTINEL)
+    expected = run(case, **case.outputs(SENTINEL))
+    assert expected.logits is not None
+    vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, logits=logits)
+    assert_same_bits(logits[:, :20].contiguous(), expected.logits, "logits")
+    assert bool((logits[:, 20:] == SENTINEL).all())
+
+
+def test_workspace_given_is_left_reusable(device: torch.device) -> None:
+    workspace = vegas_ops.make_workspace(
+        "flash_attn_with_logit_dump", max_batch=4, max_q_len=8, max_seqlen_k=2000, num_heads_q=8,
+        num_heads_kv=2, head_dim=128, device=device,
+    )  # fmt: skip
+    for seed, lengths in enumerate(((2000, 5), (17, 1999), (1, 1))):
+        case = VerifyCase(
+            seed=seed, device=device, dtype=torch.bfloat16, heads_q=8, head_dim=128,
+            lengths=lengths, q_lens=(8, 1)[: len(lengths)], dump="token",
+        )  # fmt: skip
+        expected = run(case, **case.outputs(SENTINEL))
+        got = run(case, **case.outputs(SENTINEL), workspace=workspace)
+        assert_same_bits(got.out, expected.out, "out")
+        assert got.logits is not None and expected.logits is not None
+        assert_same_bits(got.logits, expected.logits, "logits")
+
+
+# Integration with torch.
+
+
+def raw_arguments(case: VerifyCase) -> tuple[Any, ...]:
+    """Arguments of the registered op, outputs included."""
+    outputs = case.outputs(0.0)
+    kwargs = case.kwargs
+    dump = DUMPS.index(case.dump)
+    left, right = case.options.get("window_size", (-1, -1))
+    return (
+        *case.args, kwargs["cu_seqlens_q"], kwargs["max_seqlen_q"], kwargs["max_seqlen_k"],
+        case.scale, True, left, right, case.softcap, case.sinks, case.k_descale, case.v_descale,
+        dump, kwargs["guide_lse_hint"], kwargs["dump_rows"], kwargs["dump_len"], False, 0,
+        outputs["out"], outputs["lse"], outputs.get("logits"), outputs.get("guide_lse"), None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dump", DUMPS)
+def test_opcheck(device: torch.device, dump: str) -> None:
+    case = VerifyCase(
+        device=device, dtype=case_dtype(device), lengths=(20, 7), q_lens=(3, 1), dump=dump,
+        with_sinks=True, dump_rows=(3, 1), dump_len=(5, 4),
+    )  # fmt: skip
+    op = torch.ops.vegas_ops.flash_attn_with_logit_dump.default
+    arguments = raw_arguments(case)
+    if device.type == "cuda":
+        workspace = vegas_ops.make_workspace(
+            "flash_attn_with_logit_dump", max_batch=2, max_q_len=3, max_seqlen_k=20, num_heads_q=4,
+            num_heads_kv=2, head_dim=64, device=device,
+        )  # fmt: skip
+        arguments = (*arguments[:-1], workspace)
+    torch.library.opcheck(op, arguments)
+
+
+def test_compile_fullgraph(device: torch.device) -> None:
+    case = VerifyCase(device=device, dtype=case_dtype(device), lengths=(20, 7), q_lens=(3, 1), dump="token")
+
+    def step(q: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        result = vegas_ops.flash_attn_with_logit_dump(q * 2, *case.args[1:], **kwargs)
+        return result.out + 1, result.logits
+
+    out, logits = torch.compile(step, fullgraph=True, backend="eager")(case.q, case.kwargs)
+    want_out, want_logits = step(case.q, case.kwargs)
+    assert_same_bits(out, want_out, "out")
+    assert logits is not None and want_logits is not None
+    for b, n in ((0, 18), (1, 7)):
+        assert_same_bits(logits[b, :n], want_logits[b, :n], "logits")
+
+
+def test_fake_tensors_on_cuda() -> None:
+    """Shapes are inferred for a GPU that need not exist."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    case = VerifyCase(dtype=torch.bfloat16, lengths=(20, 7), q_lens=(3, 1), dump="kv_head")
+    with FakeTensorMode():
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return torch.empty(value.shape, dtype=value.dtype, device="cuda")
+
+        result = vegas_ops.flash_attn_with_logit_dump(
+            *(fake(a) for a in case.args), **{name: fake(v) for name, v in case.kwargs.items()}
+        )
+        assert result.logits is not None and result.guide_lse is not None
+        assert all(t.device.type == "cuda" for t in result if t is not None)
+        assert result.out.shape == case.q.shape and result.out.dtype == torch.bfloat16
+        assert result.lse.shape == (4, 4) and result.lse.dtype == torch.float32
+        assert result.logits.shape == (2, 2, 2, 20) and result.logits.dtype == torch.bfloat16
+        assert result.guide_lse.shape == (2, 2, 2)
