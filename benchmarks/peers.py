@@ -1,0 +1,188 @@
+"""Other implementations of the same work, timed beside ours when they are there."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from harness import Contender
+from torch import Tensor
+from torch.nn import functional
+
+KeysValues = Sequence[tuple[Tensor, Tensor]]
+
+
+class FlashAttention3:
+    """FlashAttention-3 as vLLM builds it, called through its registered torch ops.
+
+    Found through VEGAS_BENCH_FA3, the path of _vllm_fa3_C.abi3.so, or in an installed vllm. Its scheduler
+    metadata is computed outside the timed region, once for all layers, as vLLM does.
+    """
+
+    def __init__(self, library: Path) -> None:
+        torch.ops.load_library(str(library))
+        self._ops = torch.ops._vllm_fa3_C
+        digest = hashlib.sha256(library.read_bytes()).hexdigest()[:8]
+        self.version = f"{os.environ.get('VEGAS_BENCH_FA3_VERSION', library.name)}, sha256 {digest}"
+
+    @staticmethod
+    def find() -> FlashAttention3 | None:
+        named = os.environ.get("VEGAS_BENCH_FA3")
+        if named:
+            return FlashAttention3(Path(named))
+        spec = importlib.util.find_spec("vllm")
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            library = Path(folder) / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"
+            if library.is_file():
+                return FlashAttention3(library)
+        return None
+
+    def attend(
+        self, q: Tensor, caches: KeysValues, block_table: Tensor, seqused_k: Tensor, rows: int
+    ) -> Contender:
+        """Launches over paged caches (num_pages, page_size, num_heads_kv, head_dim), `rows` per request."""
+        batch, max_pages = block_table.shape
+        _, page_size, num_heads_kv, head_dim = caches[0][0].shape
+        num_heads_q = q.shape[1]
+        max_seqlen_k = max_pages * page_size
+        out = torch.empty_like(q)
+        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
+        no_window, no_softcap, splits_by_heuristic = (-1, -1), 0.0, 0
+        metadata = self._ops.get_scheduler_metadata(
+            batch, rows, max_seqlen_k, num_heads_q, num_heads_kv, head_dim, head_dim, q.dtype, seqused_k,
+            cu_seqlens_q, None, None, None, None, page_size, 0, True, *no_window, False, splits_by_heuristic,
+            None, 0,
+        )  # fmt: skip
+
+        def launch(keys: Tensor, values: Tensor) -> None:
+            self._ops.fwd(
+                q, keys, values, None, None, None, out, cu_seqlens_q, None, None, None, seqused_k, rows,
+                max_seqlen_k, block_table, None, None, None, None, None, None, None, None, head_dim**-0.5,
+                True, *no_window, no_softcap, True, metadata, splits_by_heuristic, None, 0, None, 1, 0, None,
+            )  # fmt: skip
+
+        return Contender(bind(launch, caches), lambda: out)
+
+
+def bind(launch: Callable[[Tensor, Tensor], object], caches: KeysValues) -> list[Callable[[], object]]:
+    """One call per pair of K and V."""
+    return [functools.partial(launch, keys, values) for keys, values in caches]
+
+
+def contiguous(cache: Tensor, block_table: Tensor) -> Tensor:
+    """Each request's tokens in a row, (batch, num_heads_kv, tokens, head_dim): what suits torch best."""
+    batch = block_table.shape[0]
+    tokens = cache[block_table.long()]
+    return tokens.view(batch, -1, *cache.shape[2:]).transpose(1, 2).contiguous()
+
+
+def pack_heads(q: Tensor, batch: int, num_heads_kv: int) -> Tensor:
+    """(total_q, num_heads_q, head_dim) to (batch, num_heads_kv, rows * group, head_dim): K is read once."""
+    rows, group = q.shape[0] // batch, q.shape[1] // num_heads_kv
+    packed = q.view(batch, rows, num_heads_kv, group, q.shape[2]).transpose(1, 2)
+    return packed.reshape(batch, num_heads_kv, rows * group, q.shape[2])
+
+
+def unpack_heads(packed: Tensor, rows: int) -> Tensor:
+    batch, num_heads_kv, packed_rows, head_dim = packed.shape
+    group = packed_rows // rows
+    unpacked = packed.view(batch, num_heads_kv, rows, group, head_dim).transpose(1, 2)
+    return unpacked.reshape(batch * rows, num_heads_kv * group, head_dim)
+
+
+def causal_bias(rows: int, group: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(rows * group, tokens): -inf where a packed row must not look, aligned to the bottom right."""
+    positions = torch.arange(tokens, device=device)
+    last_seen = torch.arange(tokens - rows, tokens, device=device).repeat_interleave(group)
+    hidden = positions[None, :] > last_seen[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def sdpa_packed(q: Tensor, caches: KeysValues, rows: int) -> Contender:
+    """torch SDPA with a group's heads packed into the rows; K and V as `contiguous` makes them."""
+    batch, num_heads_kv, tokens, _ = caches[0][0].shape
+    packed = pack_heads(q, batch, num_heads_kv)
+    group = packed.shape[2] // rows
+    bias = causal_bias(rows, group, tokens, q.dtype, q.device) if rows > 1 else None
+    attend = functional.scaled_dot_product_attention
+    return Contender(
+        bind(lambda keys, values: attend(packed, keys, values, attn_mask=bias), caches),
+        lambda: unpack_heads(attend(packed, *caches[0], attn_mask=bias), rows),
+    )
+
+
+def bmm_softmax_bmm(q: Tensor, caches: KeysValues, rows: int) -> Contender:
+    """Two batched products around a softmax, heads packed; the causal bias touches only the last columns."""
+    batch, num_heads_kv, _, head_dim = caches[0][0].shape
+    packed = pack_heads(q, batch, num_heads_kv).flatten(0, 1) * head_dim**-0.5
+    group = packed.shape[1] // rows
+    bias = causal_bias(rows, group, rows, q.dtype, q.device) if rows > 1 else None
+
+    def attend(keys: Tensor, values: Tensor) -> Tensor:
+        scores = torch.bmm(packed, keys.flatten(0, 1).transpose(1, 2))
+        if bias is not None:
+            scores[..., -rows:] += bias
+        return torch.bmm(scores.softmax(-1), values.flatten(0, 1))
+
+    return Contender(
+        bind(attend, caches),
+        lambda: unpack_heads(attend(*caches[0]).unflatten(0, (batch, num_heads_kv)), rows),
+    )
+
+
+def sdpa_cudnn(q: Tensor, caches: KeysValues, batch: int) -> Contender:
+    """cuDNN through torch SDPA, one row per request, over the same memory taken as K and V without pages."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    num_heads_kv, head_dim = caches[0][0].shape[-2:]
+    query = q.view(batch, 1, -1, head_dim).transpose(1, 2)
+
+    def attend(keys: Tensor, values: Tensor) -> None:
+        key, value = (
+            cache.view(batch, -1, num_heads_kv, head_dim).transpose(1, 2) for cache in (keys, values)
+        )
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    return Contender(bind(attend, caches))
+
+
+def gather_sdpa(q: Tensor, caches: KeysValues, slots: Tensor) -> Contender:
+    """Index-select of the listed tokens, then torch SDPA with packed heads, one request after the other.
+
+    `slots` is (batch, k), or (batch, num_heads_kv, k) for lists per KV head.
+    """
+    batch, num_heads_kv = slots.shape[0], caches[0][0].shape[2]
+    packed = pack_heads(q, batch, num_heads_kv)
+    longs = slots.long()
+    heads = torch.arange(num_heads_kv, device=q.device)[:, None]
+
+    def gathered(tokens: Tensor, picked: Tensor) -> Tensor:
+        if picked.dim() == 2:
+            return tokens[picked, heads][None]
+        return tokens.index_select(0, picked).transpose(0, 1)[None]
+
+    def attend(keys: Tensor, values: Tensor) -> Tensor:
+        outputs = []
+        for b in range(batch):
+            key, value = (gathered(cache.flatten(0, 1), longs[b]) for cache in (keys, values))
+            outputs.append(functional.scaled_dot_product_attention(packed[b : b + 1], key, value))
+        return torch.cat(outputs)
+
+    return Contender(bind(attend, caches), lambda: unpack_heads(attend(*caches[0]), 1))
+
+
+def dense_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """fp32 attention of one request: q (rows, num_heads_q, head_dim), K (tokens, num_heads_kv, head_dim)."""
+    rows, num_heads_q, head_dim = q.shape
+    num_heads_kv = keys.shape[1]
+    group = num_heads_q // num_heads_kv
+    packed = pack_heads(q.float(), 1, num_heads_kv)[0]
+    scores = packed @ keys.float().permute(1, 2, 0) * head_dim**-0.5
+    scores[..., -rows:] += causal_bias(rows, group, rows, torch.float32, q.device)
+    return unpack_heads((scores.softmax(-1) @ values.float().transpose(0, 1))[None], rows)

@@ -1,0 +1,287 @@
+"""What the benchmarks write down: the header, JSON lines, tables with ratios, and a plot."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("CMakeLists.txt", "csrc", "vegas_ops/ops.py")
+
+Record = dict[str, Any]
+
+
+def sources_hash(root: Path = ROOT) -> str:
+    """First 16 hex digits of the sha256 over the sources of the kernels and of their bindings.
+
+    Equal to: git ls-files csrc vegas_ops/ops.py CMakeLists.txt | LC_ALL=C sort | xargs -d '\\n' cat |
+    sha256sum | cut -c1-16. Without git the same paths are walked, leaving out what a build puts there.
+    """
+    paths: list[str] = []
+    if (root / ".git").exists() and shutil.which("git"):
+        listing = subprocess.run(
+            ["git", "-C", str(root), "ls-files", "-z", *SOURCES], capture_output=True, text=True
+        )
+        paths = [path for path in listing.stdout.split("\0") if path]
+    if not paths:
+        for source in SOURCES:
+            base = root / source
+            files = [base] if base.is_file() else [file for file in base.rglob("*") if file.is_file()]
+            paths += [
+                file.relative_to(root).as_posix()
+                for file in files
+                if file.suffix not in (".so", ".pyc") and "__pycache__" not in file.parts
+            ]
+    digest = hashlib.sha256()
+    for path in sorted(paths, key=os.fsencode):
+        digest.update((root / path).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cpu_name() -> str:
+    """The processor's name, for headers and folder names."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def slug(name: str) -> str:
+    """A folder name: lower case, words joined by hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _driver() -> str | None:
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    return lines[0] if lines else None
+
+
+def header(device: torch.device, ceiling_gbs: float, ceiling_method: str, peers: dict[str, str]) -> Record:
+    """The first line of a result file: what was measured, on what, and the read ceiling met there."""
+    import vegas_ops
+
+    cuda = device.type == "cuda"
+    record: Record = {
+        "sources": sources_hash(),
+        "vegas_ops": vegas_ops.__version__,
+        "gpu": device_name(device) if cuda else None,
+        "cpu": cpu_name(),
+        "driver": _driver() if cuda else None,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "read_ceiling_gbs": round(ceiling_gbs, 1),
+        "read_ceiling_method": ceiling_method,
+        "peers": peers,
+    }
+    if not cuda:
+        record["threads"] = torch.get_num_threads()
+        record["cores"] = os.cpu_count()
+        record["load_average"] = os.getloadavg()[0]
+    return record
+
+
+class ResultFile:
+    """JSON lines, each written out at once, so that a run cut short keeps what it measured."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def load(path: Path) -> tuple[Record, list[Record]]:
+    """Header and cells of a result file."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return lines[0], lines[1:]
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def _case_text(case: Record) -> str:
+    heads = ""
+    if "num_heads_q" in case:
+        heads = f"{case['num_heads_q']}/{case['num_heads_kv']}/{case['head_dim']} "
+    context = case["context"]
+    length = f"{context // 1024}K" if context >= 1024 and context % 1024 == 0 else str(context)
+    skipped = ("num_heads_q", "num_heads_kv", "head_dim", "batch", "context")
+    rest = (f"{key} {value}" for key, value in case.items() if key not in skipped and value is not None)
+    return f"{heads}{case['batch']} x {length} {' '.join(rest)}"
+
+
+def _ratio(value: float) -> str:
+    style = "green" if value >= 1.0 else "red"
+    return f"[{style}]{value:.2f}x[/{style}]"
+
+
+def _microseconds(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _print_cells(console: Console, head: Record, cells: list[Record]) -> None:
+    measured = [cell for cell in cells if "us" in cell and "against" not in cell]
+    names = list(dict.fromkeys(name for cell in measured for name in cell["peers"]))
+    # On a CPU that others use too, the fastest sample of each says more than the median.
+    on_cpu = head["gpu"] is None
+    table = Table(title=f"{head['gpu'] or head['cpu']}, read ceiling {head['read_ceiling_gbs']:,.0f} GB/s")
+    table.add_column("case")
+    for column in ("ours us", "floor us", "to floor", "read us"):
+        table.add_column(column, justify="right")
+    for name in names:
+        table.add_column(f"{name} us", justify="right")
+        table.add_column("ours is", justify="right")
+        if on_cpu:
+            table.add_column("fastest", justify="right")
+    for cell in measured:
+        plain = cell.get("read_us")
+        row = [
+            _case_text(cell["case"]),
+            _microseconds(cell["us"]),
+            _microseconds(cell["floor_us"]),
+            f"{cell['us'] / cell['floor_us']:.2f}",
+            _microseconds(plain) if plain else "",
+        ]
+        for name in names:
+            peer = cell["peers"].get(name)
+            if peer:
+                row += [_microseconds(peer), _ratio(peer / cell["us"])]
+            else:
+                row += ["", ""]
+            if on_cpu:
+                row.append(_ratio(cell["peers_min"][name] / cell["us_min"]) if peer else "")
+        table.add_row(*row)
+    console.print(table)
+
+
+def _print_regimes(console: Console, cells: list[Record]) -> None:
+    measured = [cell for cell in cells if "us" in cell and "against" not in cell]
+    names = list(dict.fromkeys(name for cell in measured for name in cell["peers"]))
+    table = Table(title="by regime: geometric mean (worst to best) of floor / ours and of peer / ours")
+    table.add_column("regime")
+    table.add_column("cells", justify="right")
+    table.add_column("floor / ours", justify="right")
+    for name in names:
+        table.add_column(f"{name} / ours", justify="right")
+    for regime in dict.fromkeys(cell["regime"] for cell in measured):
+        group = [cell for cell in measured if cell["regime"] == regime]
+        floors = [cell["floor_us"] / cell["us"] for cell in group]
+        spread = f"{min(floors):.2f} to {max(floors):.2f}"
+        row = [regime, str(len(group)), f"{geometric_mean(floors):.2f} ({spread})"]
+        for name in names:
+            ratios = [cell["peers"][name] / cell["us"] for cell in group if name in cell["peers"]]
+            if ratios:
+                spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+                row.append(f"{_ratio(geometric_mean(ratios))} ({spread}; {len(ratios)})")
+            else:
+                row.append("")
+        table.add_row(*row)
+    console.print(table)
+
+
+def _print_pairs(console: Console, cells: list[Record]) -> None:
+    pairs = [cell for cell in cells if "against" in cell]
+    if not pairs:
+        return
+    table = Table(title="interleaved pairs: median of the time over that of the variant named")
+    for column in ("case", "against", "ratio", "95 % interval", "pairs"):
+        table.add_column(column)
+    for cell in pairs:
+        for name, pair in cell["against"].items():
+            ratio, interval = f"{pair['ratio']:.3f}", f"{pair['low']:.3f} to {pair['high']:.3f}"
+            table.add_row(_case_text(cell["case"]), name, ratio, interval, str(pair["pairs"]))
+    console.print(table)
+
+
+def print_tables(head: Record, cells: list[Record]) -> None:
+    """Every measured cell, a line per regime, and what failed or was left out."""
+    console = Console() if Console().is_terminal else Console(width=200)
+    if any("us" in cell and "against" not in cell for cell in cells):
+        _print_cells(console, head, cells)
+        _print_regimes(console, cells)
+    _print_pairs(console, cells)
+    for cell in cells:
+        for name, error in cell.get("peer_errors", {}).items():
+            console.print(f"peer {name} failed: {_case_text(cell['case'])}: {error}", markup=False)
+    for cell in cells:
+        if "error" in cell:
+            console.print(f"FAILED {cell['op']} {_case_text(cell['case'])}: {cell['error']}", markup=False)
+    for reason in dict.fromkeys(cell["skipped"] for cell in cells if "skipped" in cell):
+        count = sum(cell.get("skipped") == reason for cell in cells)
+        console.print(f"not measured: {count} cells, {reason}", markup=False)
+
+
+def plot(head: Record, cells: list[Record], path: Path) -> None:
+    """Effective bandwidth over bytes read, one panel per regime family, the read ceiling drawn in."""
+    measured = [cell for cell in cells if "us" in cell and "against" not in cell]
+    if not measured:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = list(dict.fromkeys(cell["panel"] for cell in measured))
+    names = list(dict.fromkeys(name for cell in measured for name in cell["peers"]))
+    columns = min(3, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(5.2 * columns, 4.0 * lines), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        group = [cell for cell in measured if cell["panel"] == panel]
+        ceiling = head["read_ceiling_gbs"]
+        axis.axhline(ceiling, color="black", linewidth=1, linestyle="--", label="read ceiling")
+        read = [cell for cell in group if "read_us" in cell]
+        plain = [(cell["bytes"], cell["bytes"] / cell["read_us"] / 1e3) for cell in read]
+        if plain:
+            axis.plot(*zip(*sorted(plain), strict=True), color="0.6", linewidth=1, label="plain read")
+        for index, name in enumerate(names):
+            points = [
+                (cell["bytes"], cell["bytes"] / cell["peers"][name] / 1e3)
+                for cell in group
+                if name in cell["peers"]
+            ]
+            if points:
+                axis.scatter(*zip(*points, strict=True), s=18, marker="s", color=f"C{index + 1}", label=name)
+        ours = [(cell["bytes"], cell["bytes"] / cell["us"] / 1e3) for cell in group]
+        axis.scatter(*zip(*ours, strict=True), s=26, color="C0", label="vegas_ops", zorder=3)
+        axis.set(xscale="log", yscale="log", title=panel, xlabel="bytes read per launch", ylabel="GB/s")
+        axis.grid(True, which="major", alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.suptitle(f"{cells[0]['op']}: {head['gpu'] or head['cpu']}, {head['date'][:10]}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
