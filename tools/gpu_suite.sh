@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# What a GPU machine is asked for: the ops' tests on CUDA, compute-sanitizer on a part of them, the benchmarks.
+# usage: tools/gpu_suite.sh [tests] [sanitizer] [bench]     (all three by default; each takes under 9 minutes)
+#
+# Needs a built tree and pytest, hypothesis, rich, matplotlib. Logs and results go to
+# OUT/<GPU name>/ (default benchmarks/results), a line of JSON per part to suite.jsonl there.
+# PYTHON: the interpreter. PYTEST_ARGS, SANITIZER_TESTS: what to run instead of the defaults below.
+# BENCH_SECONDS: budget of the three benchmarks together. FlashAttention-3 joins them if VEGAS_BENCH_FA3
+# names its library or an xz of it lies in .carry/.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+op_tests=(tests/test_verify.py tests/test_select.py tests/test_sparse.py tests/cases)
+
+nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit --format=csv || exit 1
+"$python" - <<'PYTHON' || exit 1
+import sys, torch, vegas_ops
+from vegas_ops import _C
+print("python", sys.version.split()[0], "torch", torch.__version__, "vegas_ops", vegas_ops.__version__)
+print("kernels for", _C.cuda_architectures() or "no GPU")
+assert torch.cuda.is_available(), "torch sees no GPU"
+assert _C.cuda_architectures(), "this build has no CUDA kernels"
+PYTHON
+facts=$(PYTHONPATH=benchmarks:$PYTHONPATH "$python" -c '
+import report, torch
+name = torch.cuda.get_device_name()
+print(report.sources_hash(), report.slug(name), name)') || exit 1
+read -r sources slug gpu <<<"$facts"
+out=${OUT:-benchmarks/results}
+logs=$out/$slug
+mkdir -p "$logs"
+status=0
+
+# record PART RC KEY VALUE [KEY VALUE]...: one line of suite.jsonl, also shown
+record() {
+  [ "$2" -eq 0 ] || status=1
+  "$python" - "$sources" "$gpu" "$@" <<'PYTHON' | tee -a "$logs/suite.jsonl"
+import datetime, json, sys
+sources, gpu, part, rc, *pairs = sys.argv[1:]
+now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+facts = dict(zip(pairs[::2], pairs[1::2]))
+print(json.dumps({"part": part, "sources": sources, "gpu": gpu, "date": now, "rc": int(rc), **facts}))
+PYTHON
+}
+
+pytest_summary() { grep -aE '[0-9]+ (passed|failed|error|skipped|deselected)' "$1" | tail -1 | tr -d '='; }
+
+run_tests() {
+  # Tests with a device run once per device; those on the CPU are not this script's affair.
+  timeout -k 10 510 "$python" -m pytest -q -p no:cacheprovider --timeout=240 -k "not cpu" "${op_tests[@]}" \
+    ${PYTEST_ARGS:-} 2>&1 | tee "$logs/tests.log"
+  local rc=${PIPESTATUS[0]}
+  record tests "$rc" pytest "$(pytest_summary "$logs/tests.log")"
+}
+
+run_sanitizer() {
+  local some="test_splits or test_tail_lengths or test_pooling or test_forced_tokens"
+  local more="$some or test_bad_pages_are_masked or test_adversarial_rows or test_group_sizes"
+  # Each tensor its own allocation: the caching allocator would hide overruns.
+  export PYTORCH_NO_CUDA_MEMORY_CACHING=1 HYPOTHESIS_PROFILE=ci
+  local tool tests log rc
+  for tool in memcheck racecheck initcheck; do
+    tests=$some log=$logs/$tool.log
+    [ "$tool" != memcheck ] || tests=$more
+    timeout -k 10 170 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+      "$python" -m pytest -q -x -p no:cacheprovider -k "not cpu and (${SANITIZER_TESTS:-$tests})" \
+      tests/test_verify.py tests/test_select.py tests/test_sparse.py >"$log" 2>&1
+    rc=$?
+    tail -n 15 "$log"
+    record "$tool" "$rc" pytest "$(pytest_summary "$log")" sanitizer "$(grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -1)"
+  done
+  unset PYTORCH_NO_CUDA_MEMORY_CACHING
+}
+
+find_fa3() {
+  [ -z "${VEGAS_BENCH_FA3:-}" ] && [ -f .carry/fa3.so.xz ] || return 0
+  local folder
+  folder=$(mktemp -d)
+  "$python" -c '
+import lzma, shutil, sys
+with lzma.open(sys.argv[1]) as packed, open(sys.argv[2], "wb") as library:
+    shutil.copyfileobj(packed, library)' .carry/fa3.so.xz "$folder/_vllm_fa3_C.abi3.so" &&
+    export VEGAS_BENCH_FA3=$folder/_vllm_fa3_C.abi3.so VEGAS_BENCH_FA3_VERSION="${VEGAS_BENCH_FA3_VERSION:-vllm 0.24.0 wheel}"
+}
+
+run_bench() {
+  find_fa3
+  local total=${BENCH_SECONDS:-420} name seconds rc
+  for name in verify sparse selection; do
+    seconds=$((total / 4))
+    [ "$name" != verify ] || seconds=$((total / 2))
+    timeout -k 10 $((seconds + 40)) "$python" "benchmarks/$name.py" --device cuda --seconds "$seconds" --out "$out" \
+      2>&1 | tee "$logs/bench-$name.log"
+    rc=${PIPESTATUS[0]}
+    record "bench $name" "$rc" seconds "$seconds"
+  done
+}
+
+for part in "${@:-tests sanitizer bench}"; do
+  for name in $part; do
+    case $name in
+      tests | sanitizer | bench) "run_$name" ;;
+      *) echo "part must be tests, sanitizer or bench, got $name" >&2; exit 2 ;;
+    esac
+  done
+done
+exit "$status"
