@@ -1,8 +1,166 @@
+// flash_attn_with_logit_dump on any GPU from sm_80: plan, attention, and a last kernel that merges chunks and
+// adds up the KV heads' parts of a summed dump.
+#include <float.h>
+
 #include "common/backends.h"
+#include "common/portable_launch.cuh"
+#include "common/status.h"
+#include "verify/portable.cuh"
+#include "verify/portable_launch.h"
 
 namespace vegas_ops {
+namespace portable {
 
-int verify_portable(const VegasVerifyParams&, void*) { return VEGAS_UNSUPPORTED; }
-size_t verify_portable_workspace(const VegasBounds&) { return 0; }
+namespace {
+
+constexpr int kReduceCtas = 2048;  // about as many as add up dumps, over all requests
+constexpr int kReduceThreads = kThreads;
+
+__global__ void __launch_bounds__(kPlanThreads)
+    verify_plan_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ PlanWorkspace w,
+                       SplitRule rule, int tile_rows) {
+  const auto work = [&](int b) {
+    const VerifyRequest request(p, b);
+    return RequestWork{request.end_key - request.first_key, request.row_tiles(p, tile_rows)};
+  };
+  make_plan(work, p.batch, rule, w);
+}
+
+// logits[b, key] = sum of the parts of KV heads and row tiles, in their order.
+__device__ void reduce_dump(const VegasVerifyParams& p, const PlanWorkspace& w, int tile_rows, int token_tiles, int b,
+                            int part, int parts) {
+  const VerifyRequest request(p, b);
+  const int tiles = p.dump == VEGAS_DUMP_TOKEN ? request.token_tiles(p, tile_rows) : 1;
+  float* logits = static_cast<float*>(p.logits) + b * p.logits_stride[0];
+  const float* sums = w.dump + int64_t{b} * p.cache.num_heads_kv * token_tiles * p.max_seqlen_k;
+  for (int64_t key = int64_t{part} * kReduceThreads + threadIdx.x; key < request.dump_len;
+       key += int64_t{parts} * kReduceThreads) {
+    float total = 0.0f;
+    bool masked = false;
+    for (int head = 0; head < p.cache.num_heads_kv; ++head) {
+      for (int tile = 0; tile < tiles; ++tile) {
+        const float value = sums[(int64_t{head} * token_tiles + tile) * p.max_seqlen_k + key];
+        masked = masked || value == -INFINITY;
+        total += value;
+      }
+    }
+    // Weights may overflow where the hint is far from the row's own normaliser; NaN stays.
+    if (p.dump == VEGAS_DUMP_TOKEN_WEIGHT && total > FLT_MAX) total = FLT_MAX;
+    logits[key] = masked ? -INFINITY : total;
+  }
+}
+
+// The first merge_ctas CTAs merge chunks, a warp per row; the others add up dumps.
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    verify_finish_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ PlanWorkspace w,
+                         int tile_rows, int token_tiles, int64_t merge_ctas, int reduce_parts) {
+  if (blockIdx.x >= merge_ctas) {
+    const int64_t i = blockIdx.x - merge_ctas;
+    reduce_dump(p, w, tile_rows, token_tiles, static_cast<int>(i / reduce_parts), static_cast<int>(i % reduce_parts),
+                reduce_parts);
+    return;
+  }
+  const int row_groups = ceil_div(w.tile_rows, kWarps);
+  int64_t i = blockIdx.x;
+  const int row = static_cast<int>(i % row_groups) * kWarps + threadIdx.x / 32;
+  i /= row_groups;
+  const int kv_head = static_cast<int>(i % w.num_heads_kv);
+  i /= w.num_heads_kv;
+  const int row_tile = static_cast<int>(i % w.row_tiles);
+  const int b = static_cast<int>(i / w.row_tiles);
+  const PlannedRequest plan = w.requests[b];
+  if (plan.chunks <= 1) return;
+  const VerifyRequest request(p, b);
+  const int packed_row = row_tile * tile_rows + row;
+  if (row >= tile_rows || packed_row >= request.packed_rows(p)) return;
+  merge_chunks(w, plan, request.row_tiles(p, tile_rows), row_tile, kv_head, row,
+               row_output<Element>(p, request, b, kv_head, packed_row));
+}
+
+int tile_rows_of(int head_dim) { return 16 * verify_row_tiles(padded_head_dim(head_dim)); }
+
+PlanBounds plan_bounds(int batch, int max_q_len, int64_t max_seqlen_k, int num_heads_q, int num_heads_kv, int head_dim,
+                       int guides, int64_t dump_floats) {
+  const int tile_rows = tile_rows_of(head_dim);
+  const int rows = max_q_len * (num_heads_q / num_heads_kv) + guides;
+  return {
+      batch,      ceil_div(rows, tile_rows), rows < tile_rows ? rows : tile_rows, num_heads_kv, head_dim, max_seqlen_k,
+      dump_floats};
+}
+
+int token_tiles_of(int max_q_len, int group, int head_dim) {
+  return ceil_div((max_q_len < 2 ? max_q_len : 2) * group, tile_rows_of(head_dim));
+}
+
+}  // namespace
+}  // namespace portable
+
+int verify_portable(const VegasVerifyParams& p, void* stream_handle) {
+  using namespace portable;
+  if (p.batch == 0 || p.total_q == 0 || p.max_seqlen_q == 0) return VEGAS_OK;
+  const int unit = p.cache.dtype == VEGAS_FP8_E4M3 ? 16 : 8;
+  VEGAS_CHECK(p.cache.head_dim <= 256 && p.cache.head_dim % unit == 0,
+              "`head_dim` must be a multiple of %d up to 256 for this cache on CUDA, got %d", unit, p.cache.head_dim);
+  const int group = p.num_heads_q / p.cache.num_heads_kv;
+  const bool guided = p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD;
+  const bool summed = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT;
+  const int tile_rows = tile_rows_of(p.cache.head_dim);
+  const int token_tiles = p.dump == VEGAS_DUMP_TOKEN ? token_tiles_of(p.max_seqlen_q, group, p.cache.head_dim) : 1;
+  const int64_t dump_floats = summed ? int64_t{p.batch} * p.cache.num_heads_kv * token_tiles * p.max_seqlen_k : 0;
+  const PlanBounds bounds = plan_bounds(p.batch, p.max_seqlen_q, p.max_seqlen_k, p.num_heads_q, p.cache.num_heads_kv,
+                                        p.cache.head_dim, guided ? 2 : 0, dump_floats);
+  const SplitRule rule = split_rule(p.num_splits, p.batch_invariant);
+  PlanWorkspace w;
+  const size_t needed = lay_out(bounds, rule, static_cast<char*>(p.workspace), &w);
+  VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
+              p.workspace ? p.workspace_bytes : size_t{0});
+
+  const bool split = bounds.split_units(rule) > 0;
+  const int row_groups = ceil_div(bounds.tile_rows, kWarps);
+  const int64_t merge_ctas =
+      split ? int64_t{p.batch} * bounds.row_tiles * p.cache.num_heads_kv * row_groups : int64_t{0};
+  int reduce_parts = 0;
+  if (summed && p.max_seqlen_k > 0) {
+    const int most = ceil_div(p.max_seqlen_k, kReduceThreads);
+    const int wanted = ceil_div(kReduceCtas, p.batch);
+    reduce_parts = most < wanted ? most : wanted;
+  }
+  const int64_t units = bounds.units(rule);
+  const int64_t finish_ctas = merge_ctas + int64_t{p.batch} * reduce_parts;
+  VEGAS_CHECK(units * p.cache.num_heads_kv <= INT_MAX && finish_ctas <= INT_MAX,
+              "`batch` and `max_seqlen_q` must need fewer than 2^31 CTAs, got batch %d and max_seqlen_q %d", p.batch,
+              p.max_seqlen_q);
+
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
+  const int plan_threads = p.batch >= kPlanThreads ? kPlanThreads : ceil_div(p.batch, 32) * 32;
+  verify_plan_kernel<<<1, plan_threads, 0, stream>>>(p, w, rule, tile_rows);
+  cudaError_t error = cudaGetLastError();
+  const bool fp16 = p.q_dtype == VEGAS_FLOAT16;
+  if (error == cudaSuccess) {
+    error = fp16 ? launch_verify<__half>(p, w, units, token_tiles, stream)
+                 : launch_verify<__nv_bfloat16>(p, w, units, token_tiles, stream);
+  }
+  if (error == cudaSuccess && finish_ctas > 0) {
+    const auto kernel = fp16 ? verify_finish_kernel<__half> : verify_finish_kernel<__nv_bfloat16>;
+    kernel<<<static_cast<unsigned>(finish_ctas), kThreads, 0, stream>>>(p, w, tile_rows, token_tiles, merge_ctas,
+                                                                        reduce_parts);
+    error = cudaGetLastError();
+  }
+  if (error != cudaSuccess) {
+    return fail(VEGAS_CUDA_ERROR, "flash_attn_with_logit_dump: launch failed: %s", cudaGetErrorString(error));
+  }
+  return VEGAS_OK;
+}
+
+size_t verify_portable_workspace(const VegasBounds& b) {
+  using namespace portable;
+  if (b.max_batch <= 0 || b.max_q_len <= 0 || b.num_heads_kv <= 0 || b.head_dim > 256) return 0;
+  const int group = b.num_heads_q / b.num_heads_kv;
+  const int64_t dump_floats =
+      int64_t{b.max_batch} * b.num_heads_kv * token_tiles_of(b.max_q_len, group, b.head_dim) * b.max_seqlen_k;
+  return workspace_for_all_rules(
+      plan_bounds(b.max_batch, b.max_q_len, b.max_seqlen_k, b.num_heads_q, b.num_heads_kv, b.head_dim, 2, dump_floats));
+}
 
 }  // namespace vegas_ops

@@ -1,0 +1,5 @@
+#include "verify/portable_instances.cuh"
+
+namespace vegas_ops::portable {
+template cudaError_t launch_verify<__half>(const VegasVerifyParams&, const PlanWorkspace&, int64_t, int, cudaStream_t);
+}
