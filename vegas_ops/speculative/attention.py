@@ -1,0 +1,292 @@
+"""The attention of the three phases: what `attend` does for a prompt, a verification, a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from vegas_ops import ops
+from vegas_ops.speculative.kv_cache import CacheSequence, PagedKVCache
+from vegas_ops.speculative.model import Model
+from vegas_ops.speculative.policies import Selection, Verified, budget
+from vegas_ops.speculative.request import Request
+
+
+def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A list as a tensor, without waiting for the device."""
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def sequence_of(request: Request) -> CacheSequence:
+    if request.sequence is None:
+        raise RuntimeError("a request without pages cannot run")
+    return request.sequence
+
+
+class Rows:
+    """The new rows of a forward: q_lens[i] tokens of requests[i] from position starts[i] on.
+
+    The cache must have room for them. Per row, (n,) int64: owner (which request), offset (which of
+    its rows), positions, slots. Per request, int32: seqused_k, cu_seqlens_q, block_table. keys and
+    ends: seqused_k and cu_seqlens_q on the host.
+    """
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        requests: Sequence[Request],
+        starts: Sequence[int],
+        q_lens: Sequence[int],
+    ) -> None:
+        self.cache, self.q_lens = cache, list(q_lens)
+        self.keys = [start + n for start, n in zip(starts, q_lens, strict=True)]
+        self.ends = [0]
+        for n in q_lens:
+            self.ends.append(self.ends[-1] + n)
+        rows = [(i, j, starts[i] + j) for i, n in enumerate(q_lens) for j in range(n)]
+        self.owner, self.offset, self.positions = to_device(
+            list(zip(*rows, strict=True)), torch.int64, cache.device
+        )
+        self.seqused_k = to_device(self.keys, torch.int32, cache.device)
+        self.cu_seqlens_q = to_device(self.ends, torch.int32, cache.device)
+        self.block_table = cache.block_table([sequence_of(request) for request in requests])
+        self.slots = cache.slots(self.block_table, self.owner, self.positions)
+
+
+class PrefillContext:
+    """A chunk of one prompt, by torch's own attention; nothing is dumped."""
+
+    def __init__(self, model: Model, cache: PagedKVCache, request: Request, n: int) -> None:
+        self.model, self.cache, self.sequence = model, cache, sequence_of(request)
+        self.rows = Rows(cache, [request], [self.sequence.length], [n])
+        keys = self.rows.keys[0]
+        hidden = torch.ones(n, keys, dtype=torch.bool, device=cache.device).triu_(keys - n + 1)
+        # As numbers: a bool mask would be converted anew in every layer.
+        self.bias = torch.zeros_like(hidden, dtype=model.dtype).masked_fill_(hidden, -torch.inf)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.cache.append(layer, self.rows.slots, k, v)
+        k, v = self.cache.gather(layer, self.sequence, self.rows.keys[0], q.dtype)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        group = q.shape[1] // k.shape[1]
+        # A call for each head of a group: no copy of K and V per query head.
+        heads = [
+            scaled_dot_product_attention(
+                q[:, i::group], k, v, attn_mask=self.bias, scale=self.model.softmax_scale
+            )
+            for i in range(group)
+        ]
+        return torch.stack(heads, 2).flatten(1, 2)[0].transpose(0, 1)
+
+
+class VerifyGroup:
+    """Neighbours in a verification that share a policy: one op call per layer and one selection.
+
+    selects: False for requests that need no selection, or not from this verification.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        rows: Rows,
+        begin: int,
+        requests: Sequence[Request],
+        selects: bool,
+        seeds: Tensor,
+        rounds: Tensor,
+    ) -> None:
+        self.model, self.rows, self.requests, self.selects = model, rows, requests, selects
+        policy, batch, device = requests[0].policy, len(requests), rows.cache.device
+        hints = [q.selection.guide_lse for q in requests if q.selection is not None]
+        known = [hint for hint in hints if hint is not None]
+        hint = torch.stack(known, 1) if selects and len(known) == batch else None
+        dump = policy.dump(hint is not None) if selects else "none"
+        self.batch = slice(begin, begin + batch)
+        self.span = slice(rows.ends[begin], rows.ends[begin + batch])
+        q_lens, keys = rows.q_lens[self.batch], rows.keys[self.batch]
+        num_candidates = [n - q_len + 1 for n, q_len in zip(keys, q_lens, strict=True)]
+        self.seqused_k = rows.seqused_k[self.batch]
+        total_q, width = self.span.stop - self.span.start, max(keys)
+        layers, heads_q, heads_kv = model.num_layers, model.num_heads_q, model.num_heads_kv
+        shape = {
+            "token": (layers, batch, width),
+            "token_weight": (layers, batch, width),
+            "kv_head": (layers, batch, 2, heads_kv, width),
+            "rows": (layers, batch, heads_q, 2, width),
+            "all": (layers, total_q, heads_q, width),
+        }.get(dump)
+        wide = dump in ("token", "token_weight") or model.dtype == torch.float32
+        dtype = torch.float32 if wide else torch.bfloat16
+        guide = dump in ("token_weight", "kv_head")
+        last_only = policy.last_row_only and dump not in ("none", "all")
+        candidates = to_device(num_candidates, torch.int32, device)
+        # Scores that the policy normalises itself need every key, not the candidates alone.
+        self.dump_len = self.seqused_k if dump == "all" else candidates
+        self.verified = Verified(
+            dump=dump,
+            logits=None if shape is None else torch.empty(shape, dtype=dtype, device=device),
+            lse=torch.empty((layers, heads_q, total_q), device=device),
+            guide_lse=torch.empty((layers, batch, 2, heads_kv), device=device) if guide else None,
+            hint=hint,
+            cu_seqlens_q=rows.cu_seqlens_q[begin : begin + batch + 1] - self.span.start,
+            rows=q_lens,
+            candidates=candidates,
+            num_candidates=num_candidates,
+            seqused_k=keys,
+            dump_rows=torch.full_like(self.seqused_k, 2) if last_only else None,
+            seeds=seeds,
+            rounds=rounds,
+            num_heads_kv=heads_kv,
+        )
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        cache, v = self.rows.cache, self.verified
+        hint = v.hint if v.dump == "token_weight" else None
+        ops.flash_attn_with_logit_dump(
+            q[self.span],
+            cache.k[layer],
+            cache.v[layer],
+            self.rows.block_table[self.batch],
+            self.seqused_k,
+            cu_seqlens_q=v.cu_seqlens_q,
+            max_seqlen_q=max(v.rows),
+            max_seqlen_k=max(v.seqused_k),
+            softmax_scale=self.model.softmax_scale,
+            k_descale=cache.k_descale,
+            v_descale=cache.v_descale,
+            dump=v.dump,
+            guide_lse_hint=None if hint is None else hint[layer],
+            dump_rows=v.dump_rows,
+            dump_len=self.dump_len,
+            out=out[self.span],
+            lse=v.lse[layer],
+            logits=None if v.logits is None else v.logits[layer],
+            guide_lse=None if v.guide_lse is None else v.guide_lse[layer],
+        )
+
+    def select(self) -> None:
+        """Gives every request of the group its next selection."""
+        if not self.selects:
+            return
+        v, policy = self.verified, self.requests[0].policy
+        budgets = [
+            budget(request.ratio, request.min_tokens, keys, candidates)
+            for request, keys, candidates in zip(
+                self.requests, v.seqused_k, v.num_candidates, strict=True
+            )
+        ]
+        window = policy.look_ahead_window(self.requests[0].gamma)
+        for request, selection in zip(
+            self.requests, policy.select(v, budgets, window), strict=True
+        ):
+            request.selection = selection
+
+
+class VerifyContext:
+    """Full attention of every request's new rows, dumped as each group's policy wants."""
+
+    def __init__(self, rows: Rows, groups: Sequence[VerifyGroup]) -> None:
+        self.rows, self.groups = rows, groups
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.rows.cache.append(layer, self.rows.slots, k, v)
+        q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+        for group in self.groups:
+            group.attend(layer, q, out)
+        return out
+
+    def select(self) -> None:
+        for group in self.groups:
+            group.select()
+
+
+class DraftGroup:
+    """Neighbours in a draft step that share a policy: one op call per layer."""
+
+    def __init__(self, model: Model, rows: Rows, begin: int, requests: Sequence[Request]) -> None:
+        self.model, self.rows, self.policy = model, rows, requests[0].policy
+        self.batch = slice(begin, begin + len(requests))
+        selections: list[Selection] = []
+        for request in requests:
+            assert request.selection is not None, "drafting needs a selection"
+            selections.append(request.selection)
+        width = max(s.indices.shape[-1] for s in selections)
+        lists = [pad(s.indices, (0, width - s.indices.shape[-1]), value=-1) for s in selections]
+        self.indices = torch.stack(lists, 1)
+        self.length = torch.stack([s.length for s in selections], 1)
+        device = rows.cache.device
+        self.tail_start = to_device([s.tail_start for s in selections], torch.int32, device)
+        self.max_k = max(s.budget for s in selections)
+        self.k = to_device([s.budget for s in selections], torch.int32, device)
+
+    def _choose(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The list of a policy that chooses anew for this very query."""
+        cache, batch, keys = self.rows.cache, q.shape[0], max(self.rows.keys[self.batch])
+        _, lse, logits, _ = ops.flash_attn_with_logit_dump(
+            q,
+            cache.k[layer],
+            cache.v[layer],
+            self.rows.block_table[self.batch],
+            self.rows.seqused_k[self.batch],
+            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=q.device),
+            max_seqlen_q=1,
+            max_seqlen_k=keys,
+            softmax_scale=self.model.softmax_scale,
+            k_descale=cache.k_descale,
+            v_descale=cache.v_descale,
+            dump="rows",
+            dump_len=self.tail_start,
+            logits=q.new_empty((batch, self.model.num_heads_q, 2, keys), dtype=torch.float32),
+        )
+        assert logits is not None
+        return self.policy.choose(logits, lse, self.tail_start, self.k, self.max_k)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        cache, rows, q = self.rows.cache, self.rows, q[self.batch]
+        if self.policy.chooses_per_step:
+            indices, length = self._choose(layer, q)
+        else:
+            indices, length = self.indices[layer], self.length[layer]
+        ops.sparse_paged_decode(
+            q,
+            cache.k[layer],
+            cache.v[layer],
+            indices,
+            length,
+            tail_start=self.tail_start,
+            seqused_k=rows.seqused_k[self.batch],
+            block_table=rows.block_table[self.batch],
+            # Token indices outlive the pages that they lie in.
+            indices_are_slots=False,
+            softmax_scale=self.model.softmax_scale,
+            k_descale=cache.k_descale,
+            v_descale=cache.v_descale,
+            out=out[self.batch],
+        )
+
+
+class DraftContext:
+    """One row per request over its selected tokens and everything newer."""
+
+    def __init__(self, rows: Rows, groups: Sequence[DraftGroup]) -> None:
+        self.rows, self.groups = rows, groups
+
+    def advance(self) -> None:
+        """To the next position of every request: nothing but the lengths changes."""
+        rows = self.rows
+        rows.positions += 1
+        rows.seqused_k += 1
+        rows.keys = [n + 1 for n in rows.keys]
+        rows.slots = rows.cache.slots(rows.block_table, rows.owner, rows.positions)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.rows.cache.append(layer, self.rows.slots, k, v)
+        q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+        for group in self.groups:
+            group.attend(layer, q, out)
+        return out

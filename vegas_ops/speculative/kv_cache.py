@@ -1,0 +1,164 @@
+"""A paged KV cache: pages, block tables, rollback, and prompt pages shared between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+FP8_MAX = 448.0  # the largest finite float8_e4m3fn
+
+
+class OutOfPages(RuntimeError):
+    """The cache has too few free pages; nothing was changed."""
+
+
+class CacheSequence:
+    """The pages of one request. `length` counts the tokens whose K and V are valid."""
+
+    def __init__(self, max_pages: int, device: torch.device) -> None:
+        self.pages: list[int] = []
+        self.length = 0
+        self.table = torch.full((max_pages,), -1, dtype=torch.int32, device=device)
+
+
+class PagedKVCache:
+    """K and V as (num_layers, num_pages, page_size, num_heads_kv, head_dim), allocated once.
+
+    dtype: the model's, or torch.float8_e4m3fn; the cache then holds k / k_scale and v / v_scale,
+    saturated, and the ops multiply them back (`k_descale`, `v_descale`, fp32 (1,)).
+    max_length: tokens that one sequence may hold; default: all pages.
+    Pages are counted by their users, so several sequences may start with the same prompt pages.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_heads_kv: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        max_length: int | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
+        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+            if value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}")
+        shape = (num_layers, num_pages, page_size, num_heads_kv, head_dim)
+        self.device = torch.device(device)
+        # Zeroed, not empty: a page may be gathered by torch code that multiplies before it masks.
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.page_size = page_size
+        self.max_pages = num_pages if max_length is None else self._pages_of(max_length)
+        self.fp8 = dtype == torch.float8_e4m3fn
+        self.k_scale, self.v_scale = k_scale, v_scale
+        self.k_descale = torch.tensor([k_scale], device=device) if self.fp8 else None
+        self.v_descale = torch.tensor([v_scale], device=device) if self.fp8 else None
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._users = [0] * num_pages
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token in all layers."""
+        layers, _, _, heads, dim = self.k.shape
+        return 2 * layers * heads * dim * self.k.element_size()
+
+    def _pages_of(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def new_sequence(self) -> CacheSequence:
+        return CacheSequence(self.max_pages, self.device)
+
+    def share_prefix(self, source: CacheSequence, length: int) -> CacheSequence:
+        """A sequence that starts with the whole pages of `source`'s first `length` tokens.
+
+        Its `length` is `length` rounded down to whole pages, so that neither ever writes into a
+        shared page. Nothing is copied.
+        """
+        if not 0 <= length <= source.length:
+            raise ValueError(f"`length` must be in [0, {source.length}], got {length}")
+        shared = source.pages[: length // self.page_size]
+        sequence = self.new_sequence()
+        for page in shared:
+            self._users[page] += 1
+        sequence.pages = list(shared)
+        sequence.table[: len(shared)] = source.table[: len(shared)]
+        sequence.length = len(shared) * self.page_size
+        return sequence
+
+    def reserve(self, sequence: CacheSequence, length: int) -> None:
+        """Pages for `length` tokens; raises OutOfPages and changes nothing if there are too few."""
+        have, need = len(sequence.pages), self._pages_of(length)
+        if need <= have:
+            return
+        if need > self.max_pages:
+            raise ValueError(
+                f"`length` must be at most {self.max_pages * self.page_size}, got {length}"
+            )
+        if need - have > len(self._free):
+            raise OutOfPages(f"{need - have} pages needed, {len(self._free)} free")
+        fresh = [self._free.pop() for _ in range(need - have)]
+        for page in fresh:
+            self._users[page] = 1
+        sequence.pages += fresh
+        sequence.table[have:need] = torch.tensor(fresh, dtype=torch.int32, device=self.device)
+
+    def truncate(self, sequence: CacheSequence, length: int) -> None:
+        """Rolls back (or commits) to `length` tokens and gives back the pages beyond them."""
+        keep = self._pages_of(length)
+        if not 0 <= keep <= len(sequence.pages):
+            raise ValueError(f"`length` must lie within the reserved pages, got {length}")
+        for page in sequence.pages[keep:][::-1]:
+            self._users[page] -= 1
+            if self._users[page] == 0:
+                self._free.append(page)
+        if keep < len(sequence.pages):
+            sequence.table[keep : len(sequence.pages)] = -1
+            del sequence.pages[keep:]
+        sequence.length = length
+
+    def free(self, sequence: CacheSequence) -> None:
+        self.truncate(sequence, 0)
+
+    def block_table(self, sequences: Seq[CacheSequence]) -> Tensor:
+        """(batch, max_pages) int32, -1 beyond each sequence's pages; a new tensor."""
+        width = max((len(s.pages) for s in sequences), default=0)
+        return torch.stack([s.table[: max(width, 1)] for s in sequences])
+
+    def slots(self, block_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Slots (page * page_size + offset, int64) of `positions` of the table rows `rows`."""
+        pages = block_table[rows, positions // self.page_size].long()
+        return pages * self.page_size + positions % self.page_size
+
+    def append(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Writes k and v, (n, num_heads_kv, head_dim), into `slots`, (n,) int64."""
+        for cache, scale, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            flat = cache[layer].flatten(0, 1)
+            if self.fp8:
+                # The cast alone does not saturate, and bytes are what every device can index.
+                x = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(cache.dtype)
+                flat, x = flat.view(torch.uint8), x.view(torch.uint8)
+            flat.index_copy_(0, slots, x)
+
+    def gather(
+        self, layer: int, sequence: CacheSequence, length: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Copies of the first `length` tokens' K and V, (length, num_heads_kv, head_dim)."""
+        pages = sequence.table[: self._pages_of(length)].long()
+        k, v = self.k[layer], self.v[layer]
+        if not self.fp8:
+            return k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length]
+        k, v = (
+            x.view(torch.uint8)[pages].view(x.dtype).flatten(0, 1)[:length].float() for x in (k, v)
+        )
+        return (k * self.k_scale).to(dtype), (v * self.v_scale).to(dtype)

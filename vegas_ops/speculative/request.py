@@ -1,0 +1,146 @@
+"""A request: what is asked, how far it has come, and what it cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vegas_ops.speculative.kv_cache import CacheSequence
+from vegas_ops.speculative.policies import VEGAS, Policy, Selection
+from vegas_ops.speculative.sampling import LogitsProcessor, SamplingParams, signed64
+
+FinishReason = Literal["stop", "length", "iterations", "abort", "error"]
+
+
+@dataclass
+class Statistics:
+    """Costs of one request after its first token.
+
+    Bytes are K and V that attention read, in all layers, as budgeted (a selection may be shorter).
+    Seconds are the request's share of its batches' time, by rows. Kernels on a GPU run behind the
+    clock unless the decoder profiles.
+    """
+
+    iterations: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)  # by draft position
+    accepted_at: list[int] = field(default_factory=list)
+    tokens: int = 0  # emitted by the iterations
+    draft_bytes: int = 0
+    verify_bytes: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    select_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+
+    @property
+    def tokens_per_iteration(self) -> float:
+        return self.tokens / self.iterations if self.iterations else 0.0
+
+    def count(self, drafted: int, accepted: int, tokens: int) -> None:
+        """One iteration."""
+        self.iterations += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.tokens += tokens
+        for counts, n in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
+            counts += [0] * (drafted - len(counts))
+            for i in range(n):
+                counts[i] += 1
+
+
+@dataclass(eq=False)
+class Request:
+    """One text to continue.
+
+    prompt: token ids, at least one. max_new_tokens: delivered exactly, unless a stop or the
+    context limit comes first. stop_token_ids: end the output, and are its last token (EOS among
+    them). stop_sequences: the same for several tokens in a row.
+    gamma: drafts per verification; 0 is plain decoding through the same ops.
+    policy, ratio, min_tokens: what drafts attend to; budget as in `policies.budget`.
+    logits_processor: applied to draft and target rows alike, before the filters.
+    forced_tokens: the text that is committed whatever was drafted and accepted, to measure
+    acceptance on it. Drafts are made and verified as usual; with `a` of them accepted, `a + 1`
+    tokens of this text are committed, and the next selection comes from a verification in which
+    they stand in place of the accepted drafts. The output ends with the text.
+    max_iterations: verifications after the first token; None is unbounded.
+    share_prefix_with: a running request whose prompt pages are used as far as the prompts agree.
+    """
+
+    prompt: Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int = 128
+    stop_token_ids: Collection[int] = ()
+    stop_sequences: Sequence[Sequence[int]] = ()
+    gamma: int = 6
+    policy: Policy = VEGAS
+    ratio: float = 0.07
+    min_tokens: int = 256
+    logits_processor: LogitsProcessor | None = None
+    forced_tokens: Sequence[int] | None = None
+    max_iterations: int | None = None
+    share_prefix_with: Request | None = None
+
+    tokens: list[int] = field(init=False)  # the prompt and the output
+    seed: int = field(init=False)
+    sequence: CacheSequence | None = field(init=False, default=None)
+    selection: Selection | None = field(init=False, default=None)
+    statistics: Statistics = field(init=False, default_factory=Statistics)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    error: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("`prompt` must hold at least one token, got none")
+        for name in ("gamma", "max_new_tokens", "min_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must be >= 0, got {getattr(self, name)}")
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"`ratio` must be in [0, 1], got {self.ratio}")
+        self.tokens = [int(t) for t in self.prompt]
+        seed = self.sampling.seed
+        self.seed = signed64(random.getrandbits(64) if seed is None else seed)
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens emitted so far."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def max_length(self, max_position: int) -> int:
+        """Tokens, the prompt's included, at which the request ends."""
+        new = self.max_new_tokens
+        if self.forced_tokens is not None:
+            new = min(new, len(self.forced_tokens))
+        return min(len(self.prompt) + new, max_position)
+
+    def num_drafts(self, max_position: int) -> int:
+        """Drafts of the next round: none may be emitted beyond the end, and one more token
+        follows the last."""
+        if self.selection is None:
+            return 0
+        return max(min(self.gamma, self.max_length(max_position) - len(self.tokens) - 1), 0)
+
+    def draft_reads(self, drafts: int) -> int:
+        """Cached tokens that so many drafts read in each layer."""
+        s = self.selection
+        if s is None:
+            return 0
+        keys = [len(self.tokens) + j for j in range(drafts)]
+        scanned = sum(keys) if self.policy.chooses_per_step else 0
+        return scanned + sum(s.budget + n - s.tail_start for n in keys)
+
+    def stops(self) -> bool:
+        """Whether the output ends with a stop."""
+        if self.tokens[-1] in self.stop_token_ids:
+            return True
+        new = len(self.tokens) - len(self.prompt)
+        return any(
+            0 < len(s) <= new and self.tokens[-len(s) :] == list(s) for s in self.stop_sequences
+        )
