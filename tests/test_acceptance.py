@@ -60,9 +60,7 @@ def test_the_statistic_rejects_a_wrong_rule(params):
 
 def test_the_statistic_rejects_a_raw_softmax_for_the_processed_q():
     toy = Toy.random()
-    tokens = first_two_tokens(
-        toy, FILTERED[0], DRAWS, reported=lambda logits: logits.softmax(-1)
-    )
+    tokens = first_two_tokens(toy, FILTERED[0], DRAWS, reported=lambda logits: logits.softmax(-1))
     assert joint_p_value(tokens, toy, FILTERED[0]) < 1e-4
 
 
@@ -80,9 +78,7 @@ def test_the_statistic_rejects_a_draft_distribution_that_was_not_sampled():
 
 def test_drafts_may_use_other_filters_than_the_target():
     toy = Toy.random()
-    tokens = first_two_tokens(
-        toy, PLAIN, DRAWS, draft_params=SamplingParams(temperature=0.5, top_k=8)
-    )
+    tokens = first_two_tokens(toy, PLAIN, DRAWS, draft_params=SamplingParams(temperature=0.5, top_k=8))
     assert joint_p_value(tokens, toy, PLAIN) > 1e-4
 
 
@@ -200,9 +196,7 @@ def test_draw_never_gives_an_impossible_token():
 def test_uniform_numbers_depend_on_every_part_of_their_key():
     seeds, rounds = torch.tensor([1, 1, 2]), torch.tensor([5, 6, 5])
     numbers = [
-        uniform(seeds, rounds, index, stream)
-        for index in range(4)
-        for stream in (DRAFT, ACCEPT, EMIT)
+        uniform(seeds, rounds, index, stream) for index in range(4) for stream in (DRAFT, ACCEPT, EMIT)
     ]
     flat = torch.stack(numbers).flatten()
     assert len(flat.unique()) == len(flat)

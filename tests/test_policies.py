@@ -93,9 +93,7 @@ def formula(model, policy, layer, positions, candidates, keys, gamma, hint):
     if not policy.per_kv_head:
         scores = scores.sum(0, keepdim=True)
     window = policy.look_ahead * gamma
-    pooled = torch.stack(
-        [scores[:, max(0, i - window) : i + 1].amax(-1) for i in range(candidates)], -1
-    )
+    pooled = torch.stack([scores[:, max(0, i - window) : i + 1].amax(-1) for i in range(candidates)], -1)
     return pooled, guide_lse
 
 
@@ -124,7 +122,7 @@ def test_selections_are_those_of_the_formula(policy):
             counts = selection.length[layer].view(-1).tolist()
             assert counts == [k] * len(scores) and len(lists) == len(scores)
             for chosen, score in zip(lists, scores, strict=True):
-                assert chosen == sorted(set(chosen)) and 0 <= chosen[0] and chosen[-1] < candidates
+                assert chosen == sorted(set(chosen)) and chosen[0] >= 0 and chosen[-1] < candidates
                 rest = sorted(set(range(candidates)) - set(chosen))
                 # Rounding decides between equals only.
                 assert score[chosen].min() >= score[rest].max() - 1e-4 * score.abs().max()

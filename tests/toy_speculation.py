@@ -132,10 +132,7 @@ def exact(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: f
 
 def joint_p_value(tokens: Tensor, toy: Toy, params: SamplingParams) -> float:
     """How well the first two tokens fit the target's joint distribution."""
-    rows = [
-        exact(row, params.temperature, params.top_k, params.top_p, params.min_p)
-        for row in toy.target
-    ]
+    rows = [exact(row, params.temperature, params.top_k, params.top_p, params.min_p) for row in toy.target]
     p = torch.stack(rows)
     joint = (p[VOCAB][:, None] * p[:VOCAB]).flatten()
     counts = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB * VOCAB)

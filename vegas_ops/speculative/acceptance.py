@@ -29,9 +29,11 @@ def accept_greedy(drafts: Tensor, num_drafts: Tensor, target_logits: Tensor) -> 
     committed token), so it judges draft i and row num_drafts gives the bonus token.
     """
     top, token = target_logits.max(-1)
-    count = _leading(drafts == token[:, :-1], num_drafts)
+    valid = top.isfinite()
+    # NaN has an argmax, and a draft from NaN has the same one.
+    count = _leading((drafts == token[:, :-1]) & valid[:, :-1], num_drafts)
     emitted = token.gather(1, count[:, None])[:, 0]
-    failed = ~top.gather(1, count[:, None])[:, 0].isfinite()
+    failed = ~valid.gather(1, count[:, None])[:, 0]
     return _emit(drafts, count, emitted, failed)
 
 

@@ -176,14 +176,10 @@ class VerifyGroup:
         v, policy = self.verified, self.requests[0].policy
         budgets = [
             budget(request.ratio, request.min_tokens, keys, candidates)
-            for request, keys, candidates in zip(
-                self.requests, v.seqused_k, v.num_candidates, strict=True
-            )
+            for request, keys, candidates in zip(self.requests, v.seqused_k, v.num_candidates, strict=True)
         ]
         window = policy.look_ahead_window(self.requests[0].gamma)
-        for request, selection in zip(
-            self.requests, policy.select(v, budgets, window), strict=True
-        ):
+        for request, selection in zip(self.requests, policy.select(v, budgets, window), strict=True):
             request.selection = selection
 
 
@@ -195,7 +191,7 @@ class VerifyContext:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.rows.cache.append(layer, self.rows.slots, k, v)
-        q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self.groups:
             group.attend(layer, q, out)
         return out
@@ -286,7 +282,7 @@ class DraftContext:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.rows.cache.append(layer, self.rows.slots, k, v)
-        q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self.groups:
             group.attend(layer, q, out)
         return out

@@ -102,9 +102,7 @@ class PagedKVCache:
         if need <= have:
             return
         if need > self.max_pages:
-            raise ValueError(
-                f"`length` must be at most {self.max_pages * self.page_size}, got {length}"
-            )
+            raise ValueError(f"`length` must be at most {self.max_pages * self.page_size}, got {length}")
         if need - have > len(self._free):
             raise OutOfPages(f"{need - have} pages needed, {len(self._free)} free")
         fresh = [self._free.pop() for _ in range(need - have)]
@@ -158,7 +156,5 @@ class PagedKVCache:
         k, v = self.k[layer], self.v[layer]
         if not self.fp8:
             return k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length]
-        k, v = (
-            x.view(torch.uint8)[pages].view(x.dtype).flatten(0, 1)[:length].float() for x in (k, v)
-        )
+        k, v = (x.view(torch.uint8)[pages].view(x.dtype).flatten(0, 1)[:length].float() for x in (k, v))
         return (k * self.k_scale).to(dtype), (v * self.v_scale).to(dtype)

@@ -147,10 +147,7 @@ class SpeculativeDecoder:
             r.follow_text(following, counts)
             self._verify(r, following, second_pass=True)[1].select()
         r.share_time(*(b - a for a, b in pairwise(clock)))
-        return [
-            (request, self._commit(r, i, counts[i], emitted[i]))
-            for i, request in enumerate(requests)
-        ]
+        return [(request, self._commit(r, i, counts[i], emitted[i])) for i, request in enumerate(requests)]
 
     def _draft(self, r: _Round) -> None:
         """Fills r.table[:, 1:] and, for sampling, r.draft_probs."""
@@ -171,9 +168,7 @@ class SpeculativeDecoder:
                     ],
                 )
                 index = to_device(active, torch.int64, self.cache.device)
-            hidden = self.model.forward(
-                r.table[index, step], context.rows.positions, context.attend
-            )
+            hidden = self.model.forward(r.table[index, step], context.rows.positions, context.attend)
             logits = r.process(self.model.compute_logits(hidden), [(i, step) for i in active])
             r.table[index, step + 1] = r.draw_draft(logits, index, step)
 
@@ -188,9 +183,7 @@ class SpeculativeDecoder:
         index = to_device(members, torch.int64, self.cache.device)
         groups = []
         for begin, end in _runs([_kind(request) for request in requests]):
-            selects = requests[begin].gamma > 0 and (
-                second_pass or requests[begin].forced_tokens is None
-            )
+            selects = requests[begin].gamma > 0 and (second_pass or requests[begin].forced_tokens is None)
             mine = index[begin:end]
             group = VerifyGroup(
                 self.model, rows, begin, requests[begin:end], selects, r.seeds[mine], r.rounds[mine]
@@ -378,9 +371,7 @@ class _Round:
     def read(self, accepted: Accepted) -> tuple[list[int], list[list[int]]]:
         """Accepted drafts and emitted tokens of every request: the only read of device values in
         an iteration. A failed request emits its accepted drafts alone."""
-        table = torch.cat(
-            [accepted.num_accepted[:, None], accepted.failed[:, None], accepted.tokens], 1
-        )
+        table = torch.cat([accepted.num_accepted[:, None], accepted.failed[:, None], accepted.tokens], 1)
         lines = table.tolist()
         return [line[0] for line in lines], [line[2 : 3 + line[0] - line[1]] for line in lines]
 

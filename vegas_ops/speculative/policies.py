@@ -136,12 +136,11 @@ class Random(Policy):
     name = "random"
 
     def select(self, verified: Verified, budgets: Sequence[int], window: int) -> list[Selection]:
-        width = max(verified.num_candidates)
-        index = torch.arange(verified.layers * width, device=verified.lse.device)
-        scores = uniform(
-            verified.seeds[:, None], verified.rounds[:, None],
-            index.view(verified.layers, 1, width), SELECT,
-        )  # fmt: skip
+        device = verified.lse.device
+        token = torch.arange(max(verified.num_candidates), device=device)
+        # Layers far apart: a token's number must not depend on its neighbours in the batch.
+        layer = torch.arange(verified.layers, device=device)[:, None, None] << 32
+        scores = uniform(verified.seeds[:, None], verified.rounds[:, None], layer + token, SELECT)
         return _top(verified, scores.float().contiguous(), budgets)
 
 
@@ -306,6 +305,5 @@ def _top(
 VEGAS = Vegas()
 VEGAS_LOOKAHEAD = Vegas(score="group-stale", look_ahead=1)
 POLICIES: dict[str, Policy] = {
-    policy.name: policy
-    for policy in (VEGAS, VEGAS_LOOKAHEAD, Streaming(), Random(), TopkOracle(), Full())
+    policy.name: policy for policy in (VEGAS, VEGAS_LOOKAHEAD, Streaming(), Random(), TopkOracle(), Full())
 }

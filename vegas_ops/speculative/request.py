@@ -141,6 +141,4 @@ class Request:
         if self.tokens[-1] in self.stop_token_ids:
             return True
         new = len(self.tokens) - len(self.prompt)
-        return any(
-            0 < len(s) <= new and self.tokens[-len(s) :] == list(s) for s in self.stop_sequences
-        )
+        return any(0 < len(s) <= new and self.tokens[-len(s) :] == list(s) for s in self.stop_sequences)

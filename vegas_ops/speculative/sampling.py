@@ -91,7 +91,7 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
 
     Never a token of probability 0, never out of range; rows with NaN give an arbitrary valid id.
     """
-    cdf = probs.double().cumsum(-1)
+    cdf = probs.cumsum(-1, dtype=torch.float64)
     total = cdf[..., -1:]
     # Strictly below the total: then some token's interval contains it.
     target = torch.minimum(u[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
