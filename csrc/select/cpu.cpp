@@ -25,10 +25,11 @@ using selection::List;
 using selection::Planes;
 using selection::Quota;
 
-constexpr int32_t kChunk = 4096;          // positions; its sums stay in the first-level cache
-constexpr int32_t kSample = 1024;         // scores that the bracket is drawn from
-constexpr int32_t kSampledLength = 8192;  // shorter rows are cheaper to rank whole
-constexpr int64_t kParallelElements = 32768;
+constexpr int32_t kChunk = 4096;                // positions; its sums stay in the first-level cache
+constexpr int32_t kSample = 1024;               // scores that the bracket is drawn from
+constexpr int32_t kSampledLength = 8192;        // shorter rows are cheaper to rank whole
+constexpr int64_t kParallelElements = 1 << 17;  // below, waking threads costs more than it saves
+constexpr int64_t kSharedElements = 1 << 20;    // of one list; below, barriers inside it cost more
 
 constexpr float kNegInf = -__builtin_inff();
 
@@ -361,7 +362,8 @@ int32_t select_free(const VegasSelectParams& p, int32_t request, const Quota& qu
                  scratch.counts[c].inside * sizeof(float));
     gathered += scratch.counts[c].inside;
   }
-  const float threshold = nth_largest(kept, gathered, selected - above);
+  const bool known = bracket.low == bracket.high;
+  const float threshold = known ? bracket.low : nth_largest(kept, gathered, selected - above);
 
   int32_t ties = selected, at = 0;
   for (int32_t c = 0; c < chunks; ++c) {
@@ -424,9 +426,12 @@ int select(const VegasSelectParams& p) {
   }
   const bool pools = p.pool_before || p.pool_after;
   const bool sums = p.dump > VEGAS_DUMP_TOKEN_WEIGHT;
-  const int threads = total * (lists / p.batch) < kParallelElements ? 1 : omp_get_max_threads();
-  // Many lists share out over the threads; of few, each is cut into chunks.
-  const bool whole = lists >= 4 * threads;
+  const int64_t planes = !sums ? 1 : p.dump == VEGAS_DUMP_ALL ? p.total_q / p.batch + 1 : 2;
+  const int64_t heads = p.per_kv_head || !sums ? 1 : p.num_heads;
+  int threads = total * planes * heads * (lists / p.batch) < kParallelElements ? 1 : omp_get_max_threads();
+  // Lists share out over the threads; where they are few and long, each is cut into chunks.
+  const bool whole = lists >= 4 * threads || longest * planes * heads < kSharedElements;
+  if (whole && lists < threads) threads = static_cast<int>(lists);
   const int slots = whole ? threads : 1;
 
   const int64_t row = round_up(longest, 16), counts = round_up(chunks_of(longest, kChunk) * 2, 16);
