@@ -5,6 +5,8 @@
 namespace vegas_ops {
 namespace {
 
+constexpr int kMaxTokens = 1 << 29;  // positions plus what a kernel adds to them stay within int32
+
 int check_dump(const VegasSelectParams& p) {
   const bool token = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT;
   const bool raw = p.dump == VEGAS_DUMP_ROWS || p.dump == VEGAS_DUMP_ALL;
@@ -18,6 +20,8 @@ int check_dump(const VegasSelectParams& p) {
               static_cast<int>(p.mode));
   VEGAS_CHECK(p.layers >= 0 && p.batch >= 0 && p.max_seqlen_k >= 0,
               "`logits` must have no negative dimension, got %d layers, batch %d, %d tokens", p.layers, p.batch,
+              p.max_seqlen_k);
+  VEGAS_CHECK(p.max_seqlen_k <= kMaxTokens, "`logits` must have at most %d columns, got %d", kMaxTokens,
               p.max_seqlen_k);
   VEGAS_CHECK(token || p.num_heads > 0, "`logits` must have at least one head, got %d", p.num_heads);
   VEGAS_CHECK(p.total_q >= 0, "`logits` must have no negative dimension, got %d rows", p.total_q);
