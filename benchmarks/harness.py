@@ -208,13 +208,13 @@ def _cuda_sampler(launches: Sequence[Launch]) -> Callable[[], float]:
     return sample
 
 
-def _cpu_sampler(launches: Sequence[Launch]) -> Callable[[], float]:
+def _cpu_sampler(launches: Sequence[Launch], clock: Callable[[], float]) -> Callable[[], float]:
     def timed(repeats: int) -> float:
-        start = time.perf_counter()
+        start = clock()
         for _ in range(repeats):
             launches[state["next"] % len(launches)]()
             state["next"] += 1
-        return (time.perf_counter() - start) * 1e6
+        return (clock() - start) * 1e6
 
     state = {"next": 0}
     timed(1)
@@ -225,19 +225,24 @@ def _cpu_sampler(launches: Sequence[Launch]) -> Callable[[], float]:
 
 
 def time_interleaved(
-    device: torch.device, contenders: dict[str, Sequence[Launch]], seconds: float, rounds_at_least: int = 7
+    device: torch.device,
+    contenders: dict[str, Sequence[Launch]],
+    seconds: float,
+    rounds_at_least: int = 7,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Rounds over all contenders in turn, so that all meet the same machine; and the errors of the failed.
 
     On CUDA a sample is the replay of a graph of all launches, by events, over their number; on the CPU one
-    call (several, if short) by the wall clock. Each contender is warmed up before; the order of every other
+    call (several, if short) by the clock given. Each contender is warmed up before; the order of every other
     round is reversed.
     """
     samplers: dict[str, Callable[[], float]] = {}
     errors: dict[str, str] = {}
     for name, launches in contenders.items():
         try:
-            samplers[name] = (_cuda_sampler if device.type == "cuda" else _cpu_sampler)(launches)
+            cuda = device.type == "cuda"
+            samplers[name] = _cuda_sampler(launches) if cuda else _cpu_sampler(launches, clock)
         except Exception as error:
             errors[name] = describe(error)
     samples: dict[str, list[float]] = {name: [] for name in samplers}
@@ -275,6 +280,7 @@ class Bench:
         self.quick: bool = arguments.quick
         self.seconds: float = arguments.seconds
         self.started = time.monotonic()
+        self.clock = time.thread_time if arguments.cpu_time else time.perf_counter
         self.pool = Pool(self.device, arguments.pool_gb * 1e9)
         self.plain_read = PlainRead.compile(self.device) if self.is_cuda else None
         self.ceiling_gbs, self.ceiling_method = self._measure_ceiling()
@@ -290,7 +296,8 @@ class Bench:
         """GB/s of the fastest plain read of a buffer that dwarfs every cache, and how it was read."""
         if not self.is_cuda:
             buffer = torch.ones(int(0.125e9 if self.quick else 0.25e9), dtype=torch.float32)
-            timings, _ = time_interleaved(self.device, {"sum": [functools.partial(torch.sum, buffer)]}, 1.0)
+            total = functools.partial(torch.sum, buffer)
+            timings, _ = time_interleaved(self.device, {"sum": [total]}, 1.0, clock=self.clock)
             threads = torch.get_num_threads()
             method = f"torch.sum over {buffer.nbytes / 1e9:.1f} GB, {threads} threads, fastest"
             return buffer.nbytes / timings["sum"].fastest / 1e3, method
@@ -370,7 +377,7 @@ class Bench:
             contenders["plain read"] = reads
         seconds = (0.15 if self.is_cuda else 1.5) * len(contenders) / (3 if self.quick else 1)
         rounds = MIN_PAIRS if setup.variants else (5 if self.quick else 7)
-        timings, errors = time_interleaved(self.device, contenders, seconds, rounds)
+        timings, errors = time_interleaved(self.device, contenders, seconds, rounds, self.clock)
         if "ours" in errors:
             raise RuntimeError(errors["ours"])
         peer_errors.update({name: error for name, error in errors.items() if name in setup.peers})
@@ -420,9 +427,19 @@ def parse_arguments(script: str, documentation: str | None, argv: Sequence[str] 
         help="results go to OUT/<device name>/ (default: %(default)s)",
     )
     parser.add_argument("--pool-gb", type=float, help="memory for K and V (default: CUDA 17.2, CPU 0.5)")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="the thread's CPU time instead of the wall clock, for one thread on a machine that others use",
+    )
     arguments = parser.parse_args(argv)
     if arguments.device is None:
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.cpu_time and (arguments.device != "cpu" or torch.get_num_threads() != 1):
+        parser.error(
+            "`--cpu-time` must go with --device cpu and OMP_NUM_THREADS=1, "
+            f"got {arguments.device} and {torch.get_num_threads()} threads"
+        )
     if arguments.seconds is None:
         arguments.seconds = 30.0 if arguments.quick else 240.0
     if arguments.pool_gb is None:
@@ -450,6 +467,8 @@ def run(
     """
     head = report.header(bench.device, bench.ceiling_gbs, bench.ceiling_method, peers)
     head["quick"] = bench.quick
+    if not bench.is_cuda:
+        head["clock"] = "CPU time" if arguments.cpu_time else "wall clock"
     folder = arguments.out / report.slug(report.device_name(bench.device))
     name = f"{script}-quick" if bench.quick else script
     results = report.ResultFile(folder / f"{name}.jsonl")

@@ -11,7 +11,9 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-op_tests=(tests/test_verify.py tests/test_select.py tests/test_sparse.py tests/cases)
+op_tests=(tests/test_verify.py tests/test_select.py tests/test_sparse.py)
+# Tests of the package itself build and install; that is no affair of a GPU machine.
+all_tests=("${op_tests[@]}" tests/test_arguments.py tests/cases --ignore=tests/cases/test_package_cases.py)
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit --format=csv || exit 1
 "$python" - <<'PYTHON' || exit 1
@@ -44,11 +46,11 @@ print(json.dumps({"part": part, "sources": sources, "gpu": gpu, "date": now, "rc
 PYTHON
 }
 
-pytest_summary() { grep -aE '[0-9]+ (passed|failed|error|skipped|deselected)' "$1" | tail -1 | tr -d '='; }
+pytest_summary() { grep -aE '[0-9]+ [a-z]+ in [0-9.]+s' "$1" | tail -1 | tr -d '='; }
 
 run_tests() {
   # Tests with a device run once per device; those on the CPU are not this script's affair.
-  timeout -k 10 510 "$python" -m pytest -q -p no:cacheprovider --timeout=240 -k "not cpu" "${op_tests[@]}" \
+  timeout -k 10 510 "$python" -m pytest -q -p no:cacheprovider --timeout=240 -k "not cpu" "${all_tests[@]}" \
     ${PYTEST_ARGS:-} 2>&1 | tee "$logs/tests.log"
   local rc=${PIPESTATUS[0]}
   record tests "$rc" pytest "$(pytest_summary "$logs/tests.log")"
@@ -65,7 +67,7 @@ run_sanitizer() {
     [ "$tool" != memcheck ] || tests=$more
     timeout -k 10 170 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
       "$python" -m pytest -q -x -p no:cacheprovider -k "not cpu and (${SANITIZER_TESTS:-$tests})" \
-      tests/test_verify.py tests/test_select.py tests/test_sparse.py >"$log" 2>&1
+      "${op_tests[@]}" >"$log" 2>&1
     rc=$?
     tail -n 15 "$log"
     record "$tool" "$rc" pytest "$(pytest_summary "$log")" sanitizer "$(grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -1)"
