@@ -85,7 +85,7 @@ class Qwen3Model:
         self._rope = rope_table(config, self.device)
         first = self._layers[0]
         kinds = (first.qkv, first.attention_out, first.gate_up, first.down, self._head)
-        with torch.inference_mode():
+        with torch.no_grad():
             self.batch_invariant = all(linear.is_row_invariant() for linear in kinds)
 
     @classmethod
@@ -180,7 +180,7 @@ class Qwen3Model:
             down=join([weight("mlp.down_proj")], []),
         )
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states after the final norm, (rows, hidden), in the model's dtype.
 
@@ -212,7 +212,7 @@ class Qwen3Model:
             x = layer.down(F.silu(gate_up[:, :gate_size]) * gate_up[:, gate_size:], x)
         return F.rms_norm(x, hidden_shape, self._norm, eps)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden) from `forward` -> (rows, vocab_size) fp32."""
         return self._head(hidden).float()

@@ -1,0 +1,230 @@
+"""The command line on a tiny model, and what it says about mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from vegas_ops import cli, demo
+from vegas_ops.models import Qwen3Model, Tokenizer
+from vegas_ops.plots import acceptance_by_position, plot_run, selection_histogram
+from vegas_ops.session import DEMO_MODEL, Session, common_prefix, printable
+from vegas_ops.speculative import POLICIES, Request
+from vegas_ops.version import __version__
+
+PROMPT = "def add(a, b):\n    return a + b\n\n\n" * 60
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text(PROMPT)
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_demo_compares_and_plots(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, prompt_file: Path
+) -> None:
+    picture = tmp_path / "picture.png"
+    status, out, _ = run(
+        capsys, "demo", "--device", "cpu", "--prompt", prompt_file, "--context", 700,
+        "--max-new-tokens", 24, "--plot", picture,
+    )  # fmt: skip
+    assert status == 0
+    assert "700 tokens" in out
+    assert "output: identical, all 24 tokens" in out
+    for row in ("tokens/s", "tokens per verification", "drafts accepted", "KV cache read per token"):
+        assert row in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_generate_is_plain_decoding_under_every_policy(
+    capsys: pytest.CaptureFixture[str], prompt_file: Path, policy: str
+) -> None:
+    common = ("generate", "--device", "cpu", "--model", DEMO_MODEL, "--prompt", prompt_file)
+    common += ("--max-new-tokens", 30)
+    _, plain, _ = run(capsys, *common, "--gamma", 0)
+    status, text, figures = run(capsys, *common, "--policy", policy, "--gamma", 3, "--ratio", 0.1)
+    assert status == 0
+    assert text == plain and text.strip()
+    assert "30 tokens (length)" in figures and "tokens per verification" in figures
+
+
+def test_sampling_repeats_with_its_seed(capsys: pytest.CaptureFixture[str], prompt_file: Path) -> None:
+    def sampled(seed: int) -> str:
+        return run(
+            capsys, "generate", "--device", "cpu", "--model", DEMO_MODEL, "--prompt", prompt_file,
+            "--max-new-tokens", 30, "--temperature", 1.5, "--top-p", 0.99, "--top-k", 500, "--min-p", 0.001,
+            "--seed", seed,
+        )[1]  # fmt: skip
+
+    assert sampled(1) == sampled(1) != sampled(2)
+
+
+def test_standard_input_is_a_prompt() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "vegas_ops", "generate", "--model", DEMO_MODEL, "--prompt", "-",
+         "--max-new-tokens", "5", "--device", "cpu"],
+        input=PROMPT, text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+def test_info_names_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "info")
+    assert status == 0
+    assert __version__ in out and torch.__version__ in out
+    for op in ("flash_attn_with_logit_dump", "topk_aggregate_logits", "sparse_paged_decode"):
+        assert op in out
+
+
+def test_bench_runs_what_the_repository_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "benchmarks"
+    monkeypatch.setattr(cli, "_BENCHMARKS", folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    status, _, err = run(capsys, "bench")
+    assert status == 2 and "clone it" in err
+    folder.mkdir()
+    (folder / "helper_of_benchmarks.py").write_text("WORD = 'measured'\n")
+    for name in ("verify", "selection"):
+        (folder / f"{name}.py").write_text(
+            f"import helper_of_benchmarks\n\ndef main(argv):\n"
+            f"    print('{name}', helper_of_benchmarks.WORD, argv)\n    return 3 if argv else 0\n"
+        )
+    assert run(capsys, "bench")[:2] == (0, "selection measured []\nverify measured []\n")
+    status, out, _ = run(capsys, "bench", "select", "--quick", "--help")
+    assert (status, out) == (3, "selection measured ['--quick', '--help']\n")
+    assert run(capsys, "bench", "--quick")[1].count("['--quick']") == 2
+    status, _, err = run(capsys, "bench", "nothing")
+    assert status == 2 and "`name` must be one of selection, verify" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "best"), "`policy` must be one of vegas,"),
+        (("--device", "abacus"), "`device` must be cpu, cuda or cuda:N"),
+        (("--device", "cuda:99"), "`device` must be present, got 'cuda:99'"),
+        (("--gamma", "-1"), "`gamma` must be >= 0, got -1"),
+        (("--ratio", "1.5"), "`ratio` must be in [0, 1], got 1.5"),
+        (("--temperature", "-1"), "`temperature` must be"),
+        (("--prompt", "no such file"), "no such file"),
+        (("--model", "no such folder"), "`folder` must be a directory, got 'no such folder'"),
+        (("--max-new-tokens", "40000"), "`prompt` must have 1 to"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], prompt_file: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    status, out, err = run(
+        capsys, "generate", "--model", DEMO_MODEL, "--prompt", prompt_file, "--device", "cpu", *arguments
+    )
+    assert status == 2 and out == ""
+    assert message in err and err.count("\n") == 1
+
+
+def test_prompts_must_be_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for content, message in ((b"", "`prompt` must have 1 to"), (b"\xff\xfe", "must be UTF-8 text")):
+        (tmp_path / "prompt").write_bytes(content)
+        status, _, err = run(capsys, "demo", "--device", "cpu", "--prompt", tmp_path / "prompt")
+        assert status == 2 and message in err
+
+
+def test_wrong_options_exit_with_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["demo", "--context", "0"], ["demo", "--nonsense"], ["dance"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == 2
+    assert "usage: vegas-ops" in capsys.readouterr().err
+
+
+def test_default_prompt_is_long_and_the_same_each_time() -> None:
+    text = demo.standard_library_text()
+    assert text == demo.standard_library_text()
+    assert len(Tokenizer(DEMO_MODEL).encode(text)) >= cli.DEMO_CONTEXT
+    with pytest.raises(ValueError, match="no standard-library sources"):
+        demo.standard_library_text(("sys", "no_such_module"))
+
+
+def test_a_difference_is_shown_and_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    """Outputs that part far from a tie are called wrong, with the target's top two."""
+    session = Session(DEMO_MODEL)
+    ids = session.encode(PROMPT, 20)
+    decoder = session.decoder(len(ids) + 2000)
+    prompt = session.hold_prompt(decoder, ids)
+    plain = Request(ids, max_new_tokens=12, gamma=0, share_prefix_with=prompt)
+    session.run(decoder, plain)
+    wrong = Request(ids, max_new_tokens=12, gamma=3, share_prefix_with=prompt)
+    session.run(decoder, wrong)
+    assert plain.output == wrong.output
+    wrong.tokens[-4] += 1
+    console = Console(width=300)
+    assert not demo.print_identity(session, decoder, plain, wrong, console)
+    out = capsys.readouterr().out
+    assert "differs from token 9 on" in out
+    assert "more than rounding explains" in out
+    expected = session.tokenizer.decode([plain.output[8]])
+    assert f"top two there are {expected!r} and " in out
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[31mé\r\n\tz\x07\x9b") == "a[31mé\n\tz"
+    assert printable("漢字 🙂") == "漢字 🙂"
+
+
+def test_common_prefix() -> None:
+    assert [common_prefix(*pair) for pair in (([], [1]), ([1, 2], [1, 3]), ([1, 2], [1, 2, 3]))] == [0, 1, 2]
+
+
+def test_acceptance_is_conditional_on_the_drafts_before() -> None:
+    # 10 rounds of 3 drafts, 4 more of 1 draft: 14 first drafts, 12 of them accepted ...
+    assert acceptance_by_position([14, 10, 10], [12, 9, 3]) == [12 / 14, 9 / 10, 3 / 9]
+    assert acceptance_by_position([], []) == []
+    assert acceptance_by_position([5, 5], [0, 0]) == [0.0, 0.0]
+
+
+def test_selection_histogram_counts_shares() -> None:
+    first = torch.tensor([[0, 1, 2, 3, -1], [9, -1, -1, -1, -1]])
+    second = torch.tensor([[0, 1, 2, 4, 5], [-1, -1, -1, -1, -1]])
+    share = selection_histogram([first, second], context=10, bins=5)
+    expected = torch.tensor([[2 / 2, 3 / 4, 2 / 4, 0, 0], [0, 0, 0, 0, 1 / 4]])
+    torch.testing.assert_close(share, expected)
+    heads = torch.tensor([[[0, 1], [0, 3]]])
+    torch.testing.assert_close(
+        selection_histogram([heads], context=4, bins=2), torch.tensor([[3 / 4, 1 / 4]])
+    )
+    # 7 positions in 3 bins: 3, 2 and 2 of them.
+    every = torch.arange(7)[None]
+    torch.testing.assert_close(selection_histogram([every], context=7, bins=3), torch.ones(1, 3))
+
+
+def test_plot_without_a_selection(tmp_path: Path) -> None:
+    arguments = {"title": "t", "context": 10, "drafted_at": [], "accepted_at": []}
+    plot_run(tmp_path / "none.png", selections=[], **arguments)
+    assert (tmp_path / "none.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="`plot` must be a file"):
+        plot_run(tmp_path / "no" / "folder.png", selections=[], **arguments)
+
+
+def test_demo_model_is_complete() -> None:
+    model = Qwen3Model.from_pretrained(DEMO_MODEL)
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    assert model.max_position == config["max_position_embeddings"] >= cli.DEMO_CONTEXT
+    readme = (DEMO_MODEL / "README.md").read_text()
+    assert "PSF-2.0" in readme and "public domain" in readme

@@ -1,0 +1,7 @@
+"""`python -m vegas_ops`."""
+
+import sys
+
+from vegas_ops.cli import main
+
+sys.exit(main())

@@ -1,0 +1,312 @@
+"""The command line: `vegas-ops demo | generate | info | bench`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vegas_ops.version import __version__
+
+DEMO_CONTEXT = 24_576
+DEMO_GAMMA = 6
+DEMO_RATIO = 0.05
+DEMO_POLICY = "vegas"
+DEMO_NEW_TOKENS = 256
+
+_BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status. Errors of the user are one line, status 2."""
+    parser = _parser()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # What follows `bench` belongs to the benchmarks, but for a lone request for help.
+    rest = arguments[1:] if arguments[:1] == ["bench"] and arguments[1:] not in (["-h"], ["--help"]) else []
+    args = parser.parse_args(arguments[: len(arguments) - len(rest)])
+    args.rest = rest
+    try:
+        return int(args.run(args))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"vegas-ops {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vegas-ops", description="Verification-guided self-speculative decoding."
+    )
+    parser.add_argument("--version", action="version", version=f"vegas-ops {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    demo = commands.add_parser(
+        "demo",
+        help="plain decoding against Vegas on a real model and a long text",
+        description="Continues a long text twice, by plain decoding and with Vegas, and compares.",
+    )
+    _add_model_options(demo, required=False)
+    demo.add_argument("--prompt", type=Path, help="UTF-8 text (default: Python's own library sources)")
+    demo.add_argument(
+        "--context", type=_count, default=DEMO_CONTEXT, help="tokens of the text to keep, its last ones"
+    )
+    _add_speculation_options(demo, DEMO_GAMMA, DEMO_RATIO, DEMO_POLICY)
+    demo.add_argument("--max-new-tokens", type=_count, default=DEMO_NEW_TOKENS)
+    demo.add_argument("--plot", type=Path, default=Path("vegas-demo.png"), help="PNG to write")
+    demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser(
+        "generate",
+        help="continue a text",
+        description="Continues a text; the text goes to standard output, figures to standard error.",
+    )
+    _add_model_options(generate, required=True)
+    generate.add_argument("--prompt", type=Path, required=True, help="UTF-8 text, or - for standard input")
+    _add_speculation_options(generate, 6, 0.07, "vegas")
+    generate.add_argument("--max-new-tokens", type=_count, default=256)
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--top-k", type=int, default=0, help="0 is off")
+    generate.add_argument("--min-p", type=float, default=0.0)
+    generate.add_argument("--seed", type=int, help="default: a random one")
+    generate.set_defaults(run=_generate)
+
+    info = commands.add_parser("info", help="version, build, devices, and which kernel serves which op")
+    info.set_defaults(run=_info)
+
+    bench = commands.add_parser(
+        "bench",
+        help="run the benchmarks of the repository",
+        usage="vegas-ops bench [NAME] [options of the benchmark]",
+        description="Runs benchmarks/NAME.py (the beginning of a name will do), or all: "
+        + (", ".join(_benchmark_names()) or "none in this installation"),
+    )
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _add_model_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    note = "" if required else " (default: the packaged demo model)"
+    parser.add_argument("--model", type=Path, required=required, help=f"Hugging Face Qwen3 folder{note}")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: float32 on the CPU, the checkpoint's on a GPU",
+    )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="make linear layers independent of the number of rows where that costs time (GPU)",
+    )
+
+
+def _add_speculation_options(parser: argparse.ArgumentParser, gamma: int, ratio: float, policy: str) -> None:
+    parser.add_argument("--policy", default=policy, help="what drafts attend to (default: %(default)s)")
+    parser.add_argument("--gamma", type=int, default=gamma, help="drafts per verification (%(default)s)")
+    parser.add_argument(
+        "--ratio", type=float, default=ratio, help="share of the context that drafts read (%(default)s)"
+    )
+
+
+def _policy(name: str) -> Any:
+    from vegas_ops.speculative import POLICIES
+
+    if name not in POLICIES:
+        raise ValueError(f"`policy` must be one of {', '.join(POLICIES)}, got {name!r}")
+    return POLICIES[name]
+
+
+def _device(name: str | None) -> str:
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"`device` must be cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"`device` must be cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"`device` must be present, got {name!r} with {torch.cuda.device_count()} GPUs")
+    return name
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from vegas_ops.demo import DemoOptions, run_demo
+    from vegas_ops.session import DEMO_MODEL, DTYPES
+
+    options = DemoOptions(
+        model=args.model or DEMO_MODEL,
+        prompt=args.prompt,
+        context=args.context,
+        max_new_tokens=args.max_new_tokens,
+        gamma=args.gamma,
+        ratio=args.ratio,
+        policy=_policy(args.policy),
+        device=_device(args.device),
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        batch_invariant=args.batch_invariant,
+        plot=args.plot,
+    )
+    return run_demo(options, Console())
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from vegas_ops.session import DTYPES, Session, printable, read_text
+    from vegas_ops.speculative import Request, SamplingParams
+
+    sampling = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+    )
+    policy, device = _policy(args.policy), _device(args.device)
+    text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)
+    session = Session(
+        args.model,
+        device=device,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        batch_invariant=args.batch_invariant,
+    )
+    request = Request(
+        session.encode(text, args.max_new_tokens),
+        sampling,
+        max_new_tokens=args.max_new_tokens,
+        stop_token_ids=session.model.config.eos_token_ids,
+        gamma=args.gamma,
+        policy=policy,
+        ratio=args.ratio,
+    )
+
+    decoder = session.decoder(len(request.prompt) + args.max_new_tokens + args.gamma + 1)
+    with _PromptBar(len(request.prompt)) as bar:
+        decoder.on_prompt = bar.update
+
+        def show(piece: str) -> None:
+            bar.close()
+            sys.stdout.write(printable(piece) if sys.stdout.isatty() else piece)
+            sys.stdout.flush()
+
+        run = session.run(decoder, request, show)
+    print(flush=True)
+    statistics = request.statistics
+    print(
+        f"{len(request.output)} tokens ({request.finish_reason}), {run.tokens_per_second:.1f} tokens/s, "
+        f"{statistics.tokens_per_iteration:.2f} tokens per verification, "
+        f"{run.bytes_per_token / 1e6:.2f} MB of KV cache read per token",
+        file=sys.stderr,
+    )
+    return 0
+
+
+class _PromptBar:
+    """A progress bar on standard error that disappears when the first text comes."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._progress = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._progress.add_task("reading the prompt", total=total)
+
+    def __enter__(self) -> _PromptBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, request: Any, done: int, total: int) -> None:
+        self._progress.update(self._task, completed=done, total=total)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _info(args: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from vegas_ops import _C
+
+    console = Console(highlight=False)
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    architectures = _C.cuda_architectures()
+    facts.add_row("vegas_ops", f"{__version__}, library {_C.version()}")
+    facts.add_row("CUDA architectures", architectures or "none: a CPU build")
+    facts.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    facts.add_row("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+    facts.add_row("CPU", f"{_C.cpu_isa()} kernels, {torch.get_num_threads()} threads")
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        facts.add_row(
+            f"GPU {index}",
+            f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory / 2**30:.0f} GiB",
+        )
+    if not torch.cuda.device_count():
+        facts.add_row("GPU", "none")
+    console.print(facts)
+    console.print()
+    kernels = Table("op", "CPU", "CUDA", box=None, pad_edge=False, header_style="bold")
+    for op, name in enumerate(("flash_attn_with_logit_dump", "topk_aggregate_logits", "sparse_paged_decode")):
+        kernels.add_row(name, *(str(_C.kernel_name(op, cuda) or "none") for cuda in (False, True)))
+    console.print(kernels)
+    return 0
+
+
+def _benchmark_names() -> list[str]:
+    """Scripts of the repository that define `main`."""
+    scripts = sorted(_BENCHMARKS.glob("*.py"))
+    return [path.stem for path in scripts if "\ndef main(" in path.read_text(encoding="utf-8")]
+
+
+def _bench(args: argparse.Namespace) -> int:
+    names = _benchmark_names()
+    if not names:
+        raise ValueError(
+            "the benchmarks are part of the repository, not of the installed package: clone it, "
+            "install with `pip install --editable .` and run `vegas-ops bench` again"
+        )
+    options = list(args.rest)
+    if options and not options[0].startswith("-"):
+        wanted = options.pop(0)
+        names = [wanted] if wanted in names else [name for name in names if name.startswith(wanted)]
+        if len(names) != 1:
+            raise ValueError(
+                f"`name` must be one of {', '.join(_benchmark_names())}, or its beginning, got {wanted!r}"
+            )
+    return max(int(_benchmark(name)(options) or 0) for name in names)
+
+
+def _benchmark(name: str) -> Callable[[Sequence[str]], int | None]:
+    """`main` of benchmarks/NAME.py."""
+    sys.path.insert(0, str(_BENCHMARKS))  # scripts may share modules
+    spec = importlib.util.spec_from_file_location(name, _BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    run = getattr(module, "main", None)
+    if run is None:
+        raise ValueError(f"benchmarks/{name}.py must define main(argv), got none")
+    return run

@@ -1,0 +1,236 @@
+"""`vegas-ops demo`: plain decoding against Vegas, on a real model and a real long text."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from vegas_ops.plots import plot_run
+from vegas_ops.session import PAGE_SIZE, Run, Session, common_prefix, printable, read_text
+from vegas_ops.speculative import Full, Policy, Request, SamplingParams, SpeculativeDecoder
+
+# Sources that every Python from 3.10 on has; the last one is cut off where the model goes on.
+STANDARD_LIBRARY = ("tarfile", "doctest", "inspect", "argparse")
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    model: Path
+    prompt: Path | None  # None: the standard library
+    context: int  # tokens of the prompt at most: its last ones
+    max_new_tokens: int
+    gamma: int
+    ratio: float
+    policy: Policy
+    device: str
+    dtype: torch.dtype | None
+    batch_invariant: bool
+    plot: Path
+
+
+def standard_library_text(names: tuple[str, ...] = STANDARD_LIBRARY) -> str:
+    """Sources of standard-library modules, one after the other, the last one's second half cut off."""
+    sources = []
+    for name in names:
+        source = _source(importlib.util.find_spec(name), name)
+        if source:
+            sources.append(f"# {name}.py\n{source}\n")
+    if not sources:
+        raise ValueError("`prompt` must be given: this Python has no standard-library sources")
+    last = sources[-1].splitlines(keepends=True)
+    sources[-1] = "".join(last[: len(last) // 2])
+    return "".join(sources)
+
+
+def _source(spec: ModuleSpec | None, name: str) -> str | None:
+    loader = spec.loader if spec else None
+    get_source = getattr(loader, "get_source", None)
+    return get_source(name) if get_source else None
+
+
+def run_demo(options: DemoOptions, console: Console) -> int:
+    """Runs both and prints the comparison; 0, or 1 where fp32 outputs differ by more than rounding."""
+    session = Session(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        batch_invariant=options.batch_invariant,
+    )
+    source = str(options.prompt or "Python's standard library")
+    text = read_text(options.prompt) if options.prompt else standard_library_text()
+    room = session.model.max_position - options.max_new_tokens
+    ids = session.encode(text, options.max_new_tokens, keep=min(options.context, room))
+    model = session.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    console.print(
+        f"[bold]{options.model.name}[/] · {source} · {len(ids):,} tokens · {model.device.type} · "
+        f"{dtype} · {torch.get_num_threads()} threads",
+        highlight=False,
+        soft_wrap=True,
+    )
+    # Both start from the pages of one and the same prompt.
+    decoder = session.decoder(len(ids) + 2 * (options.max_new_tokens + options.gamma) + 4 * PAGE_SIZE)
+    prompt = _read_prompt(session, decoder, ids, console)
+    runs = []
+    for name, gamma in (
+        ("plain decoding", 0),
+        (f"{options.policy.name}, γ = {options.gamma}", options.gamma),
+    ):
+        console.rule(name)
+        request = Request(
+            ids,
+            SamplingParams(),
+            max_new_tokens=options.max_new_tokens,
+            stop_token_ids=model.config.eos_token_ids,
+            gamma=gamma,
+            policy=options.policy,
+            ratio=options.ratio,
+            share_prefix_with=prompt,
+        )
+        runs.append(session.run(decoder, request, lambda piece: _print_text(console, piece)))
+        console.print()
+    plain, vegas = runs
+    _print_comparison(plain, vegas, options.policy.name, console)
+    ok = print_identity(session, decoder, plain.request, vegas.request, console)
+    plot_run(
+        options.plot,
+        title=(
+            f"{options.policy.name} on {options.model.name}, {len(ids):,} tokens: "
+            f"{_ratio(plain, vegas):.2f}x plain decoding"
+        ),
+        selections=vegas.selections,
+        context=len(vegas.request.tokens),
+        drafted_at=vegas.request.statistics.drafted_at,
+        accepted_at=vegas.request.statistics.accepted_at,
+    )
+    console.print(f"picture: {options.plot}", highlight=False, soft_wrap=True)
+    return 0 if ok or model.dtype != torch.float32 else 1
+
+
+def _read_prompt(session: Session, decoder: SpeculativeDecoder, ids: list[int], console: Console) -> Request:
+    columns = (
+        TextColumn("reading the prompt"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(ids))
+
+        def on_prompt(request: Request, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        decoder.on_prompt = on_prompt
+        prompt = session.hold_prompt(decoder, ids)
+        decoder.on_prompt = None
+    return prompt
+
+
+def _print_text(console: Console, piece: str) -> None:
+    console.print(printable(piece), end="", markup=False, highlight=False, soft_wrap=True, style="dim")
+
+
+def _ratio(plain: Run, vegas: Run) -> float:
+    return vegas.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0
+
+
+def _print_comparison(plain: Run, vegas: Run, name: str, console: Console) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("plain", justify="right")
+    table.add_column(name, justify="right", style="bold")
+    p, v = plain.request.statistics, vegas.request.statistics
+    table.add_row(
+        "tokens/s",
+        f"{plain.tokens_per_second:.1f}",
+        f"{vegas.tokens_per_second:.1f}  ({_ratio(plain, vegas):.2f}x)",
+    )
+    table.add_row("tokens per verification", f"{p.tokens_per_iteration:.2f}", f"{v.tokens_per_iteration:.2f}")
+    table.add_row("drafts accepted", "", f"{v.accepted}/{v.drafted}  ({_percent(v.accepted, v.drafted)})")
+    table.add_row(
+        "KV cache read per token",
+        f"{plain.bytes_per_token / 1e6:.1f} MB",
+        f"{vegas.bytes_per_token / 1e6:.1f} MB  ({_percent(vegas.bytes_per_token, plain.bytes_per_token)})",
+    )
+    for label, seconds in (
+        ("time in drafts", v.draft_seconds),
+        ("time in verification", v.verify_seconds),
+        ("time in selection", v.select_seconds),
+    ):
+        table.add_row(label, "", f"{seconds:.2f} s  ({_percent(seconds, vegas.seconds)})")
+    console.rule()
+    console.print(table)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def print_identity(
+    session: Session, decoder: SpeculativeDecoder, plain: Request, vegas: Request, console: Console
+) -> bool:
+    """Says whether the outputs are the same; if not, where they part and how near a tie that is."""
+    same = common_prefix(plain.output, vegas.output)
+    if plain.output == vegas.output:
+        console.print(f"output: [bold green]identical[/], all {same} tokens", highlight=False)
+        return True
+    tokens = [*plain.prompt, *plain.output[:same]]
+    decoded = _logits_after(session, decoder, tokens, tokens, 0, plain)
+    verified = _logits_after(session, decoder, tokens[:-2], tokens, max(vegas.gamma, 1), plain)
+    if decoded is None or verified is None:
+        console.print(f"output: [bold red]differs[/] from token {same + 1} on", highlight=False)
+        return False
+    top = decoded.topk(2)
+    gap = (top.values[0] - top.values[1]).item()
+    error = (decoded - verified).abs().max().item()
+    first, second = (repr(printable(session.tokenizer.decode([i]))) for i in top.indices.tolist())
+    console.print(f"output: [bold yellow]differs[/] from token {same + 1} on", highlight=False)
+    console.print(
+        f"  the target's top two there are {first} and {second}, {gap:.2e} apart in logits; "
+        f"logits computed by decoding and by verification differ by up to {error:.2e}: "
+        + ("a tie that rounding decides" if gap <= error else "more than rounding explains"),
+        markup=False,
+        highlight=False,
+    )
+    return gap <= error
+
+
+def _logits_after(
+    session: Session,
+    decoder: SpeculativeDecoder,
+    prompt: list[int],
+    tokens: list[int],
+    gamma: int,
+    plain: Request,
+) -> torch.Tensor | None:
+    """The target's logits after `tokens`, (vocab_size,), met when `prompt` is continued.
+
+    With drafts (made with everything, so that all fit) they are computed among the rows of a
+    verification, which comes last. None if greedy decoding did not pass through `tokens`.
+    """
+    found: list[torch.Tensor] = []
+
+    def catch(history: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if history.tolist() == tokens:
+            found.append(logits.clone())
+        return logits
+
+    request = Request(
+        prompt,
+        SamplingParams(),
+        max_new_tokens=len(tokens) - len(prompt) + max(gamma, 1),
+        gamma=gamma,
+        policy=Full(),
+        logits_processor=catch,
+        share_prefix_with=plain.share_prefix_with,
+    )
+    session.run(decoder, request)
+    return found[-1] if found else None
