@@ -21,6 +21,7 @@ from vegas_ops.speculative import (
     TopkOracle,
     Vegas,
 )
+from vegas_ops.speculative.attention import PrefillContext
 
 POLICY_SAMPLE = [
     *POLICIES.values(),
@@ -259,6 +260,26 @@ def test_prompt_pages_are_shared(model, plain):
     assert [r.output for r in (first, *others)] == [plain[3]] * (1 + len(others))
     assert differs.output == decode(model, [Request(differs.prompt, gamma=0)])[0]
     assert decoder.cache.num_free_pages == decoder.cache.k.shape[1]
+
+
+@pytest.mark.parametrize("cache", [{}, {"dtype": torch.float8_e4m3fn, "k_scale": 0.5}], ids=str)
+def test_prompts_by_torch_and_by_the_op_agree(model, cache):
+    def hidden(by_torch: bool) -> torch.Tensor:
+        decoder = decoder_of(model, **cache)
+        request = Request(PROMPTS[3])
+        request.sequence = decoder.cache.new_sequence()
+        chunks = []
+        for begin in range(0, 90, 40):
+            n = min(40, 90 - begin)
+            decoder.cache.reserve(request.sequence, begin + n)
+            context = PrefillContext(model, decoder.cache, request, n)
+            context.by_torch = by_torch
+            ids = torch.tensor(PROMPTS[3][begin : begin + n])
+            chunks.append(model.forward(ids, context.rows.positions, context.attend))
+            request.sequence.length += n
+        return torch.cat(chunks)
+
+    assert torch.allclose(hidden(True), hidden(False), atol=2e-4)
 
 
 def test_fp8_cache_is_still_lossless(model):

@@ -59,25 +59,51 @@ class Rows:
 
 
 class PrefillContext:
-    """A chunk of one prompt, by torch's own attention; nothing is dumped."""
+    """A chunk of one prompt; nothing is dumped.
+
+    On a GPU torch's own attention serves many rows best, over gathered pages. On the CPU the
+    verification's kernel does (fp32, 512 rows over 16K keys, one core: 1.7 times as fast as the
+    best formulation in torch, bf16: level), and a text that is computed anew gets the same bits.
+    """
 
     def __init__(self, model: Model, cache: PagedKVCache, request: Request, n: int) -> None:
         self.model, self.cache, self.sequence = model, cache, sequence_of(request)
         self.rows = Rows(cache, [request], [self.sequence.length], [n])
-        keys = self.rows.keys[0]
-        hidden = torch.ones(n, keys, dtype=torch.bool, device=cache.device).triu_(keys - n + 1)
-        # As numbers: a bool mask would be converted anew in every layer.
-        self.bias = torch.zeros_like(hidden, dtype=model.dtype).masked_fill_(hidden, -torch.inf)
+        self.by_torch = cache.device.type != "cpu"
+        self._bias: Tensor | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.append(layer, self.rows.slots, k, v)
-        k, v = self.cache.gather(layer, self.sequence, self.rows.keys[0], q.dtype)
+        if self.by_torch:
+            return self._torch_attention(layer, q)
+        return ops.flash_attn_with_logit_dump(
+            q,
+            self.cache.k[layer],
+            self.cache.v[layer],
+            self.rows.block_table,
+            self.rows.seqused_k,
+            cu_seqlens_q=self.rows.cu_seqlens_q,
+            max_seqlen_q=self.rows.q_lens[0],
+            max_seqlen_k=self.rows.keys[0],
+            softmax_scale=self.model.softmax_scale,
+            k_descale=self.cache.k_descale,
+            v_descale=self.cache.v_descale,
+            dump="none",
+        )[0]
+
+    def _torch_attention(self, layer: int, q: Tensor) -> Tensor:
+        n, keys = self.rows.q_lens[0], self.rows.keys[0]
+        if self._bias is None:
+            hidden = torch.ones(n, keys, dtype=torch.bool, device=q.device).triu_(keys - n + 1)
+            # As numbers: a bool mask would be converted anew in every layer.
+            self._bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+        k, v = self.cache.gather(layer, self.sequence, keys, q.dtype)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         group = q.shape[1] // k.shape[1]
         # A call for each head of a group: no copy of K and V per query head.
         heads = [
             scaled_dot_product_attention(
-                q[:, i::group], k, v, attn_mask=self.bias, scale=self.model.softmax_scale
+                q[:, i::group], k, v, attn_mask=self._bias, scale=self.model.softmax_scale
             )
             for i in range(group)
         ]
