@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from tiny_model import TinyModel, new_cache
 from toy_speculation import p_value
 
+import vegas_ops
 from vegas_ops.speculative import (
     POLICIES,
     VEGAS,
@@ -179,6 +181,39 @@ def test_the_first_two_sampled_tokens_follow_the_target(model):
     joint = torch.stack([distribution([*prompt, t]) for t in range(64)]) * p0[:, None]
     counts = torch.bincount(given * 64 + first, minlength=64 * 64)
     assert p_value(counts, joint.flatten() * draws) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def real_model():
+    qwen3 = pytest.importorskip("vegas_ops.models.qwen3")
+    folder = Path(vegas_ops.__file__).parent / "data" / "qwen3-6m-longctx"
+    return qwen3.Qwen3Model.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_greedy_identity_on_a_trained_model(real_model):
+    """Python text of three lengths; every policy and gamma in one batch, some of them alone."""
+    from vegas_ops.models.tokenizer import Tokenizer
+
+    folder = Path(vegas_ops.__file__).parent / "data" / "qwen3-6m-longctx"
+    text = Tokenizer(folder).encode(Path(dataclasses.__file__).read_text())
+    decoder = SpeculativeDecoder(real_model, new_cache(real_model, 40_000, max_length=4096))
+    options = {"max_new_tokens": 24, "ratio": 0.1, "min_tokens": 64}
+    bases = [decoder.add(Request(text[:n], gamma=0, **options)) for n in (130, 701, 1500)]
+    decoder.step()
+    requests = [
+        decoder.add(Request(base.prompt, policy=p, gamma=g, share_prefix_with=base, **options))
+        for p in POLICY_SAMPLE
+        for g in (1, 3, 6, 9)
+        for base in bases
+    ]
+    decoder.run()
+    for i, request in enumerate(requests):
+        assert request.output == bases[i % 3].output, (request.policy.name, request.gamma)
+    for policy in (VEGAS, VEGAS_LOOKAHEAD):
+        alone = Request(bases[2].prompt, policy=policy, gamma=6, **options)
+        cache = new_cache(real_model, 2048)
+        assert SpeculativeDecoder(real_model, cache).generate([alone]) == [bases[2].output]
+        assert alone.statistics.tokens_per_iteration > 3
 
 
 # Stopping
@@ -367,3 +402,28 @@ def test_bad_requests_name_the_argument(model):
     decoder.abort(request)
     decoder.abort(request)
     assert (request.finish_reason, decoder.waiting, decoder.running) == ("abort", [], [])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_policy_runs_on_a_gpu(temperature):
+    """bf16 rounds differently for other row counts, so outputs are compared by their agreement."""
+    model = TinyModel(head_dim=64, dtype=torch.bfloat16, device="cuda", max_position=2048)
+    sampling = SamplingParams(temperature=temperature, top_p=0.9, seed=2)
+    options = {"max_new_tokens": 40, "sampling": sampling, "ratio": 0.2, "min_tokens": 16}
+    texts = prompts(1, 100, 700)
+    plain = decode(model, [Request(p, gamma=0, **options) for p in texts])
+    requests = [
+        Request(p, policy=policy, gamma=gamma, **options)
+        for policy in POLICY_SAMPLE
+        for gamma in (1, 5)
+        for p in texts
+    ]
+    outputs = decode(model, requests, num_tokens=60_000)
+    assert all(len(output) == 40 and min(output) >= 0 for output in outputs)
+    for request in requests:
+        if request.policy == Full():
+            assert request.statistics.accepted > 0.8 * request.statistics.drafted
+    if temperature == 0:
+        equal = sum(output == plain[i % 3] for i, output in enumerate(outputs))
+        assert equal > len(outputs) // 2

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_model import TinyModel, new_cache
 from toy_speculation import Toy, first_two_tokens, joint_p_value, p_value, processed
 
+import vegas_ops
 from vegas_ops.speculative import (
     VEGAS,
     Full,
@@ -81,6 +82,26 @@ def test_case_003_padding_rows_share_a_slot(model):
     requests = [Request(p, gamma=4, max_new_tokens=12, **SMALL) for p in prompts]
     outputs = SpeculativeDecoder(model, cache).generate(requests)
     assert outputs == [plain(model, p, 12) for p in prompts]
+
+
+def test_case_047_metadata_and_workspace_have_one_size():
+    """Scheduler metadata had another size at capture than at planning."""
+    shapes = set()
+    for batch, length in ((1, 1), (2, 4096), (4, 16), (8, 100_000)):
+        lengths = torch.full((batch,), length, dtype=torch.int32)
+        metadata = vegas_ops.build_scheduler_metadata(
+            "flash_attn_with_logit_dump",
+            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32),
+            seqused_k=lengths,
+            max_seqlen_q=1,
+            max_seqlen_k=131_072,
+            num_heads_q=8,
+            num_heads_kv=2,
+            head_dim=64,
+            page_size=16,
+        )
+        shapes.add((metadata.shape, metadata.dtype))
+    assert len(shapes) == 1
 
 
 def test_case_069_the_reported_q_is_the_sampled_q():
