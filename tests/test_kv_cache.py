@@ -99,8 +99,8 @@ def test_fp8_saturates_and_scales(scale):
 def test_lengths_are_checked():
     cache = make(max_length=10)
     sequence = cache.new_sequence()
-    with pytest.raises(ValueError, match="`length` must be at most 12, got 13"):
-        cache.reserve(sequence, 13)
+    with pytest.raises(ValueError, match="`length` must be at most 10, got 11"):
+        cache.reserve(sequence, 11)
     with pytest.raises(ValueError, match="`length` must"):
         cache.truncate(sequence, 4)
     with pytest.raises(ValueError, match="`length` must"):

@@ -324,6 +324,25 @@ def test_fp8_cache_is_still_lossless(model):
     assert decode(model, [request], **options) == reference
 
 
+def test_a_held_prompt_serves_many_requests(model, plain):
+    decoder = decoder_of(model, page_size=4)
+    held = decoder.hold_prompt(PROMPTS[3])
+    assert decoder.running == [] and held.sequence.length == 89
+    for policy in POLICY_SAMPLE[:3]:
+        request = Request(PROMPTS[3], policy=policy, share_prefix_with=held, max_new_tokens=40)
+        assert decoder.generate([request]) == [plain[3]]
+    decoder.abort(held)
+    assert decoder.cache.num_free_pages == decoder.cache.k.shape[1]
+
+
+def test_a_cache_may_be_shorter_than_the_context(model, plain):
+    request = Request(PROMPTS[2], gamma=6, max_new_tokens=40, **SMALL)
+    assert decode(model, [request], max_length=50) == [plain[2][:17]]
+    assert request.finish_reason == "length"
+    with pytest.raises(ValueError, match="`prompt` must be shorter than the context of 33"):
+        decode(model, [Request(PROMPTS[2])], max_length=33)
+
+
 # Forced text
 
 

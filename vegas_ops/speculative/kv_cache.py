@@ -55,7 +55,7 @@ class PagedKVCache:
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
-        self.max_pages = num_pages if max_length is None else self._pages_of(max_length)
+        self.max_length = num_pages * page_size if max_length is None else max_length
         self.fp8 = dtype == torch.float8_e4m3fn
         self.k_scale, self.v_scale = k_scale, v_scale
         self.k_descale = torch.tensor([k_scale], device=device) if self.fp8 else None
@@ -77,7 +77,7 @@ class PagedKVCache:
         return -(-length // self.page_size)
 
     def new_sequence(self) -> CacheSequence:
-        return CacheSequence(self.max_pages, self.device)
+        return CacheSequence(self._pages_of(self.max_length), self.device)
 
     def share_prefix(self, source: CacheSequence, length: int) -> CacheSequence:
         """A sequence that starts with the whole pages of `source`'s first `length` tokens.
@@ -101,8 +101,8 @@ class PagedKVCache:
         have, need = len(sequence.pages), self._pages_of(length)
         if need <= have:
             return
-        if need > self.max_pages:
-            raise ValueError(f"`length` must be at most {self.max_pages * self.page_size}, got {length}")
+        if length > self.max_length:
+            raise ValueError(f"`length` must be at most {self.max_length}, got {length}")
         if need - have > len(self._free):
             raise OutOfPages(f"{need - have} pages needed, {len(self._free)} free")
         fresh = [self._free.pop() for _ in range(need - have)]

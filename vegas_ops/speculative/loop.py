@@ -68,6 +68,7 @@ class SpeculativeDecoder:
         profile: bool = False,
     ) -> None:
         self.model, self.cache = model, cache
+        self.max_position = min(model.max_position, cache.max_length)
         self.prefill_chunk, self.on_prompt, self.profile = prefill_chunk, on_prompt, profile
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # in order of arrival
@@ -78,13 +79,13 @@ class SpeculativeDecoder:
         """Queues a request; it joins at the next step."""
         if request.finished or request in self.waiting or request in self.running:
             raise ValueError("`request` must be new, got one that was already added")
-        if len(request.prompt) >= self.model.max_position:
+        if len(request.prompt) >= self.max_position:
             raise ValueError(
-                f"`prompt` must be shorter than the context of {self.model.max_position}, "
+                f"`prompt` must be shorter than the context of {self.max_position}, "
                 f"got {len(request.prompt)} tokens"
             )
         self.waiting.append(request)
-        if len(request.tokens) >= request.max_length(self.model.max_position):
+        if len(request.tokens) >= request.max_length(self.max_position):
             self._finish(request, "length")
         return request
 
@@ -101,6 +102,17 @@ class SpeculativeDecoder:
         self.running.remove(request)
         self._release(request)
         self.waiting.insert(0, request)
+
+    def hold_prompt(self, prompt: Sequence[int]) -> Request:
+        """Computes a prompt without continuing it: its pages stay for requests that
+        `share_prefix_with` the result, until that is aborted."""
+        request = Request(prompt, max_new_tokens=1, gamma=0)
+        self.add(request)
+        self._admit()
+        if request.sequence is None:
+            raise OutOfPages("the cache has too few free pages for the prompt")
+        self.running.remove(request)
+        return request
 
     def step(self) -> list[tuple[Request, list[int]]]:
         """One iteration of every running request; the tokens that each emitted."""
@@ -131,7 +143,7 @@ class SpeculativeDecoder:
     # One iteration
 
     def _iterate(self, requests: list[Request]) -> list[tuple[Request, list[int]]]:
-        r = _Round(requests, self.model, self.cache)
+        r = _Round(requests, self.model.vocab_size, self.max_position, self.cache.device)
         clock = [self._now()]
         self._draft(r)
         clock.append(self._now())
@@ -209,7 +221,7 @@ class SpeculativeDecoder:
             if request.stops():
                 reason = "stop"
                 break
-        if reason is None and len(request.tokens) >= request.max_length(self.model.max_position):
+        if reason is None and len(request.tokens) >= request.max_length(self.max_position):
             reason = "length"
         assert request.sequence is not None
         self.cache.truncate(request.sequence, len(request.tokens) - 1)
@@ -231,7 +243,7 @@ class SpeculativeDecoder:
         """Computes the prompts of waiting requests, as long as there are pages."""
         while self.waiting:
             request = self.waiting[0]
-            limit = request.max_length(self.model.max_position)
+            limit = request.max_length(self.max_position)
             source, shared = request.share_prefix_with, 0
             if source is not None and source.sequence is not None:
                 known = min(source.sequence.length, len(request.tokens) - 1)
@@ -273,7 +285,7 @@ class SpeculativeDecoder:
         for request in list(self.running):
             while request in self.running:
                 assert request.sequence is not None
-                drafts = request.num_drafts(self.model.max_position)
+                drafts = request.num_drafts(self.max_position)
                 try:
                     self.cache.reserve(request.sequence, len(request.tokens) + drafts)
                     break
@@ -310,10 +322,11 @@ class _Round:
     before the round, which numbers the random streams.
     """
 
-    def __init__(self, requests: list[Request], model: Model, cache: PagedKVCache) -> None:
-        device = cache.device
+    def __init__(
+        self, requests: list[Request], vocab_size: int, max_position: int, device: torch.device
+    ) -> None:
         self.requests = requests
-        self.num_drafts = [request.num_drafts(model.max_position) for request in requests]
+        self.num_drafts = [request.num_drafts(max_position) for request in requests]
         self.draft_reads = [
             request.draft_reads(g) for request, g in zip(requests, self.num_drafts, strict=True)
         ]
@@ -325,7 +338,7 @@ class _Round:
         lengths = [len(request.tokens) for request in requests]
         self.rounds = to_device(lengths, torch.int64, device)
         self.sampling = SamplingBatch([request.sampling for request in requests], device)
-        shape = (len(requests), 0 if self.sampling.greedy else width, model.vocab_size)
+        shape = (len(requests), 0 if self.sampling.greedy else width, vocab_size)
         self.draft_probs = torch.zeros(shape, device=device)
 
     def process(self, logits: Tensor, places: list[tuple[int, int]]) -> Tensor:
