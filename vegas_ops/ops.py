@@ -96,27 +96,9 @@ def _check_tensors(**arguments: object) -> None:
             raise TypeError(f"`{name}` must be a tensor, got {type(value).__name__}")
 
 
-def _workspace_for(
-    op: OpName,
-    device: torch.device,
-    *,
-    max_batch: int,
-    max_q_len: int,
-    max_seqlen_k: int,
-    max_k: int,
-    layers: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    head_dim: int,
-) -> Tensor | None:
+def _workspace_for(op: OpName, like: Tensor, *bounds: int) -> Tensor | None:
     """A zeroed workspace for one call, or None where the device's kernels need none."""
-    if device.type != "cuda":
-        return None
-    size = torch.ops.vegas_ops.workspace_bytes(
-        _OPS[op], max_batch, max_q_len, max_seqlen_k, max_k, layers, num_heads_q, num_heads_kv,
-        head_dim, True,
-    )  # fmt: skip
-    return torch.zeros(size, dtype=torch.uint8, device=device) if size else None
+    return torch.ops.vegas_ops.new_workspace(like, _OPS[op], *bounds) if like.is_cuda else None
 
 
 def make_workspace(
@@ -139,23 +121,10 @@ def make_workspace(
     Returns:
         uint8 tensor on ``device``; empty where the device's kernels need none (the CPU).
     """
-    workspace = _workspace_for(
-        op if op in _OPS else _bad_op(op),
-        torch.device(device),
-        max_batch=max_batch,
-        max_q_len=max_q_len,
-        max_seqlen_k=max_seqlen_k,
-        max_k=max_k,
-        layers=layers,
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        head_dim=head_dim,
-    )
-    return torch.empty(0, dtype=torch.uint8, device=device) if workspace is None else workspace
-
-
-def _bad_op(op: str) -> OpName:
-    raise ValueError(f"`op` must be one of {', '.join(_OPS)}, got {op!r}")
+    return torch.ops.vegas_ops.new_workspace(
+        torch.empty(0, device=device), _lookup(_OPS, op, "op"), max_batch, max_q_len, max_seqlen_k,
+        max_k, layers, num_heads_q, num_heads_kv, head_dim,
+    )  # fmt: skip
 
 
 def build_scheduler_metadata(
@@ -179,8 +148,7 @@ def build_scheduler_metadata(
     Returns:
         ``out``, or an empty int32 tensor on ``seqused_k``'s device.
     """
-    if op not in _OPS:
-        _bad_op(op)
+    _lookup(_OPS, op, "op")
     return seqused_k.new_empty(0) if out is None else out
 
 
@@ -313,17 +281,9 @@ def flash_attn_with_logit_dump(
         guide_lse = q.new_empty((batch, 2, num_heads_kv), dtype=torch.float32)
     if workspace is None:
         workspace = _workspace_for(
-            "flash_attn_with_logit_dump",
-            q.device,
-            max_batch=batch,
-            max_q_len=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            max_k=0,
-            layers=1,
-            num_heads_q=num_heads_q,
-            num_heads_kv=num_heads_kv,
-            head_dim=head_dim,
-        )
+            "flash_attn_with_logit_dump", q, batch, max_seqlen_q, max_seqlen_k, 0, 1, num_heads_q,
+            num_heads_kv, head_dim,
+        )  # fmt: skip
     torch.ops.vegas_ops.flash_attn_with_logit_dump(
         q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, max_seqlen_q, max_seqlen_k,
         _scale(softmax_scale, head_dim), causal, left, right, softcap, sinks, k_descale, v_descale,
@@ -425,17 +385,9 @@ def topk_aggregate_logits(
     if workspace is None:
         heads = logits.shape[-2] if dump == "kv_head" else 1
         workspace = _workspace_for(
-            "topk_aggregate_logits",
-            logits.device,
-            max_batch=seqlens.shape[0],
-            max_q_len=1,
-            max_seqlen_k=logits.shape[-1],
-            max_k=max_k,
-            layers=layers[0] if layers else 1,
-            num_heads_q=heads,
-            num_heads_kv=heads,
-            head_dim=1,
-        )
+            "topk_aggregate_logits", logits, seqlens.shape[0], 1, logits.shape[-1], max_k,
+            layers[0] if layers else 1, heads, heads, 1,
+        )  # fmt: skip
     torch.ops.vegas_ops.topk_aggregate_logits(
         logits, dump_code, seqlens, k_value, k_per_request, mode_code, lse, guide_lse, cu_seqlens_q,
         dump_rows, sinks, pool[0], pool[1], num_sink, num_recent, count_forced, per_kv_head,
@@ -555,18 +507,11 @@ def sparse_paged_decode(
     if lse is None:
         lse = q.new_empty((num_heads_q, batch), dtype=torch.float32)
     if workspace is None:
+        table_tokens = 0 if block_table is None else block_table.shape[1] * k_cache.shape[1]
         workspace = _workspace_for(
-            "sparse_paged_decode",
-            q.device,
-            max_batch=batch,
-            max_q_len=1,
-            max_seqlen_k=0 if block_table is None else block_table.shape[1] * k_cache.shape[1],
-            max_k=indices.shape[-1],
-            layers=1,
-            num_heads_q=num_heads_q,
-            num_heads_kv=k_cache.shape[2],
-            head_dim=head_dim,
-        )
+            "sparse_paged_decode", q, batch, 1, table_tokens, indices.shape[-1], 1, num_heads_q,
+            k_cache.shape[2], head_dim,
+        )  # fmt: skip
     torch.ops.vegas_ops.sparse_paged_decode(
         q, k_cache, v_cache, indices, topk_length, tail_start, seqused_k, block_table,
         indices_are_slots, _scale(softmax_scale, head_dim), softcap, sinks, left, right, k_descale,
@@ -583,3 +528,11 @@ for _name in (
     "sparse_paged_decode",
 ):
     torch.library.register_fake(f"vegas_ops::{_name}", lambda *args, **kwargs: None)
+
+
+@torch.library.register_fake("vegas_ops::new_workspace")
+def _(like: Tensor, *arguments: int) -> Tensor:
+    from vegas_ops import _C
+
+    size = _C.workspace_bytes(*(int(x) for x in arguments), like.device.type == "cuda")
+    return like.new_empty(size, dtype=torch.uint8)

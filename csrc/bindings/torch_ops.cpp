@@ -2,6 +2,7 @@
 // the outputs they are given and return nothing; vegas_ops/ops.py documents and allocates.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
@@ -555,18 +556,24 @@ void sparse_paged_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v
   call(vegas_sparse_paged_decode, p, place);
 }
 
-int64_t workspace_bytes(int64_t op, int64_t max_batch, int64_t max_q_len, int64_t max_seqlen_k, int64_t max_k,
-                        int64_t layers, int64_t num_heads_q, int64_t num_heads_kv, int64_t head_dim, bool cuda) {
+int32_t bound(int64_t value, const char* name, int64_t least) {
+  if (value < least) refuse("`", name, "` must be at least ", least, ", got ", value);
+  return narrow(value, name);
+}
+
+Tensor new_workspace(const Tensor& like, int64_t op, int64_t max_batch, int64_t max_q_len, int64_t max_seqlen_k,
+                     int64_t max_k, int64_t layers, int64_t num_heads_q, int64_t num_heads_kv, int64_t head_dim) {
   VegasBounds bounds{};
-  bounds.max_batch = narrow(max_batch, "max_batch");
-  bounds.max_q_len = narrow(max_q_len, "max_q_len");
-  bounds.max_seqlen_k = narrow(max_seqlen_k, "max_seqlen_k");
-  bounds.max_k = narrow(max_k, "max_k");
-  bounds.layers = narrow(layers, "layers");
-  bounds.num_heads_q = narrow(num_heads_q, "num_heads_q");
-  bounds.num_heads_kv = narrow(num_heads_kv, "num_heads_kv");
-  bounds.head_dim = narrow(head_dim, "head_dim");
-  return static_cast<int64_t>(vegas_workspace_bytes(static_cast<VegasOp>(op), &bounds, cuda ? VEGAS_CUDA : VEGAS_CPU));
+  bounds.max_batch = bound(max_batch, "max_batch", 0);
+  bounds.max_q_len = bound(max_q_len, "max_q_len", 0);
+  bounds.max_seqlen_k = bound(max_seqlen_k, "max_seqlen_k", 0);
+  bounds.max_k = bound(max_k, "max_k", 0);
+  bounds.layers = bound(layers, "layers", 0);
+  bounds.num_heads_q = bound(num_heads_q, "num_heads_q", 1);
+  bounds.num_heads_kv = bound(num_heads_kv, "num_heads_kv", 1);
+  bounds.head_dim = bound(head_dim, "head_dim", 1);
+  size_t bytes = vegas_workspace_bytes(static_cast<VegasOp>(op), &bounds, Place(like).device());
+  return torch::stable::new_zeros(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
 }
 
 }  // namespace
@@ -592,8 +599,8 @@ STABLE_TORCH_LIBRARY(vegas_ops, m) {
       "float softcap, Tensor? sinks, int window_left, int window_right, Tensor? k_descale, Tensor? v_descale, "
       "bool batch_invariant, int num_splits, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace) -> ()");
   m.def(
-      "workspace_bytes(int op, int max_batch, int max_q_len, int max_seqlen_k, int max_k, int layers, "
-      "int num_heads_q, int num_heads_kv, int head_dim, bool cuda) -> int");
+      "new_workspace(Tensor like, int op, int max_batch, int max_q_len, int max_seqlen_k, int max_k, int layers, "
+      "int num_heads_q, int num_heads_kv, int head_dim) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vegas_ops, CPU, m) {
@@ -611,5 +618,5 @@ STABLE_TORCH_LIBRARY_IMPL(vegas_ops, CUDA, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vegas_ops, CompositeExplicitAutograd, m) {
-  m.impl("workspace_bytes", TORCH_BOX(&workspace_bytes));
+  m.impl("new_workspace", TORCH_BOX(&new_workspace));
 }
