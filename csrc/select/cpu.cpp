@@ -206,6 +206,30 @@ inline __attribute__((always_inline)) uint32_t beats(const float* scores, int32_
   return mask;
 }
 
+// Appends the scores, or the positions from `first` on, whose bits are set; returns how many.
+inline __attribute__((always_inline)) int32_t append_scores(const float* scores, uint32_t mask, float* out) {
+  const int32_t count = __builtin_popcount(mask);
+#if defined(__AVX512F__)
+  const __m512 kept = _mm512_maskz_compress_ps(mask, _mm512_maskz_loadu_ps(mask, scores));
+  _mm512_mask_storeu_ps(out, (1u << count) - 1, kept);
+#else
+  for (; mask; mask &= mask - 1) *out++ = scores[__builtin_ctz(mask)];
+#endif
+  return count;
+}
+
+inline __attribute__((always_inline)) int32_t append_positions(int32_t first, uint32_t mask, int32_t* out) {
+  const int32_t count = __builtin_popcount(mask);
+#if defined(__AVX512F__)
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i kept = _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(lanes, _mm512_set1_epi32(first)));
+  _mm512_mask_storeu_epi32(out, (1u << count) - 1, kept);
+#else
+  for (; mask; mask &= mask - 1) *out++ = first + __builtin_ctz(mask);
+#endif
+  return count;
+}
+
 // The rank-th largest of `scores` (1 is the largest), by radix digits. No score is NaN or -inf.
 float nth_largest(const float* scores, int32_t count, int32_t rank) {
   uint32_t histogram[selection::kBins];
@@ -262,9 +286,9 @@ ChunkCount split(const float* scores, int32_t begin, int32_t end, const Bracket&
   ChunkCount count = {0, 0};
   for (int32_t i = begin; i < end; i += 16) {
     const uint32_t high = beats<false>(scores + i, end - i, bracket.high);
-    uint32_t mask = beats<true>(scores + i, end - i, bracket.low) & ~high;
+    const uint32_t mask = beats<true>(scores + i, end - i, bracket.low) & ~high;
     count.above += __builtin_popcount(high);
-    for (; mask; mask &= mask - 1) inside[count.inside++] = scores[i + __builtin_ctz(mask)];
+    count.inside += append_scores(scores + i, mask, inside + count.inside);
   }
   return count;
 }
@@ -272,6 +296,7 @@ ChunkCount split(const float* scores, int32_t begin, int32_t end, const Bracket&
 // Writes the positions in [begin, end) that score above `threshold`, and the first `ties` equal to it.
 void emit(const VegasSelectParams& p, int32_t request, const float* scores, int32_t begin, int32_t end, float threshold,
           int32_t ties, int32_t* out) {
+  int32_t* const start = out;
   for (int32_t i = begin; i < end; i += 16) {
     const uint32_t high = beats<false>(scores + i, end - i, threshold);
     uint32_t equal = beats<true>(scores + i, end - i, threshold) & ~high;
@@ -279,10 +304,10 @@ void emit(const VegasSelectParams& p, int32_t request, const float* scores, int3
       equal &= ~(1u << (31 - __builtin_clz(equal)));
     }
     ties -= __builtin_popcount(equal);
-    for (uint32_t mask = high | equal; mask; mask &= mask - 1) {
-      *out++ = selection::output_of(p, request, i + __builtin_ctz(mask));
-    }
+    out += append_positions(i, high | equal, out);
   }
+  if (!p.block_table) return;
+  for (int32_t* at = start; at < out; ++at) *at = selection::output_of(p, request, *at);
 }
 
 // ---- one list -----------------------------------------------------------------------------------

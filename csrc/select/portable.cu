@@ -417,7 +417,7 @@ int64_t row_stride(int32_t max_seqlen_k) { return (int64_t{max_seqlen_k} + 3) / 
 
 // CTAs per list of a kernel that walks over tiles: enough for a GPU, whatever the bound on lengths.
 int ctas_per_list(int64_t lists, int32_t max_seqlen_k) {
-  constexpr int64_t kEnough = 2048;
+  constexpr int64_t kEnough = 1024;
   const int64_t tiles = (int64_t{max_seqlen_k} + kTile - 1) / kTile, share = (kEnough + lists - 1) / lists;
   return static_cast<int>(tiles < share ? tiles : share);
 }

@@ -99,8 +99,9 @@ __global__ void __launch_bounds__(kScoreThreads, 3)
   __shared__ float norms[kNorms];
   const int32_t index = blockIdx.x / wave.ctas;
   const List list = list_at(p, wave.first + index);
+  const int32_t length = candidates(p, list.request), first_tile = (blockIdx.x % wave.ctas) * kTile;
+  if (first_tile >= length) return;
   const Planes planes = planes_of(p, list);
-  const int32_t length = candidates(p, list.request);
   float* out = rows ? rows + index * wave.stride
                     : p.sums + list.layer * p.sums_stride_layer + list.request * p.sums_stride_batch;
   const bool weights = uses_weights(p);
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(kScoreThreads, 3)
   const bool vector = aligned_to(base, planes.row_stride * sizeof(T), planes.head_stride * sizeof(T), 4 * sizeof(T));
   const int32_t num_planes = planes.rows * planes.heads;
 
-  for (int32_t tile = (blockIdx.x % wave.ctas) * kTile; tile < length; tile += wave.ctas * kTile) {
+  for (int32_t tile = first_tile; tile < length; tile += wave.ctas * kTile) {
     const int32_t position = tile + 4 * threadIdx.x, valid = length - position;
     Sums sums;
 #pragma unroll
@@ -192,16 +193,17 @@ __global__ void __launch_bounds__(kScoreThreads)
   __shared__ float partial[kScoreThreads / 32];
   const int32_t index = blockIdx.x / wave.ctas;
   const List list = list_at(p, wave.first + index);
+  const int32_t length = candidates(p, list.request), first_tile = (blockIdx.x % wave.ctas) * kTile;
+  if (first_tile >= length) return;
   const Planes planes = planes_of(p, list);
   if (planes.rows == 0) return;
-  const int32_t length = candidates(p, list.request);
   const float* scores =
       wave.source ? wave.source + index * wave.stride : static_cast<const float*>(p.logits) + planes.offset;
   float* out = rows + index * wave.stride;
   const int64_t before = smaller(p.pool_before, length), after = smaller(p.pool_after, length);
   const int64_t width = before + after + 1;
 
-  for (int32_t tile = (blockIdx.x % wave.ctas) * kTile; tile < length; tile += wave.ctas * kTile) {
+  for (int32_t tile = first_tile; tile < length; tile += wave.ctas * kTile) {
     window_maxima(scores, length, tile - before, width < kWindow ? static_cast<int32_t>(width) : kWindow, window);
     float pooled[4];
 #pragma unroll
