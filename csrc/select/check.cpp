@@ -26,15 +26,15 @@ int check_dump(const VegasSelectParams& p) {
   VEGAS_CHECK(token || p.num_heads > 0, "`logits` must have at least one head, got %d", p.num_heads);
   VEGAS_CHECK(p.total_q >= 0, "`logits` must have no negative dimension, got %d rows", p.total_q);
   const bool empty = p.layers == 0 || p.batch == 0;
-  VEGAS_CHECK(empty || p.seqlens, "`seqlens` must be given, got NULL");
+  VEGAS_CHECK(empty || p.seqlens, "`seqlens` must be given, got none");
   VEGAS_CHECK(empty || p.max_seqlen_k == 0 || (p.dump == VEGAS_DUMP_ALL && p.total_q == 0) || p.logits,
-              "`logits` must be given, got NULL");
+              "`logits` must be given, got none");
   VEGAS_CHECK(p.dump != VEGAS_DUMP_ALL || empty || p.cu_seqlens_q,
-              "`cu_seqlens_q` must be given for this dump, got NULL");
+              "`cu_seqlens_q` must be given for this dump, got none");
   if (p.mode == VEGAS_MODE_WEIGHT && !empty) {
-    VEGAS_CHECK(p.dump != VEGAS_DUMP_KV_HEAD || p.guide_lse, "`guide_lse` must be given for weights, got NULL");
-    VEGAS_CHECK(!raw || p.lse || p.total_q == 0, "`lse` must be given for weights, got NULL");
-    VEGAS_CHECK(!raw || p.cu_seqlens_q, "`cu_seqlens_q` must be given for weights, got NULL");
+    VEGAS_CHECK(p.dump != VEGAS_DUMP_KV_HEAD || p.guide_lse, "`guide_lse` must be given for weights, got none");
+    VEGAS_CHECK(!raw || p.lse || p.total_q == 0, "`lse` must be given for weights, got none");
+    VEGAS_CHECK(!raw || p.cu_seqlens_q, "`cu_seqlens_q` must be given for weights, got none");
   }
   return VEGAS_OK;
 }
@@ -64,8 +64,8 @@ int check_selection(const VegasSelectParams& p) {
   VEGAS_CHECK(!p.block_table || p.page_size > 0, "`page_size` must be positive, got %d", p.page_size);
   VEGAS_CHECK(!p.block_table || p.max_pages >= 0, "`block_table` must have no negative dimension, got %d", p.max_pages);
   const bool empty = p.layers == 0 || p.batch == 0;
-  VEGAS_CHECK(empty || p.max_k == 0 || p.indices, "`indices` must be given, got NULL");
-  VEGAS_CHECK(empty || p.topk_length, "`topk_length` must be given, got NULL");
+  VEGAS_CHECK(empty || p.max_k == 0 || p.indices, "`indices` must be given, got none");
+  VEGAS_CHECK(empty || p.topk_length, "`topk_length` must be given, got none");
   return VEGAS_OK;
 }
 
@@ -99,7 +99,7 @@ int vegas_aggregate_logits(const VegasSelectParams* params, VegasDevice device, 
   using namespace vegas_ops;
   const VegasSelectParams& p = *params;
   if (int status = check_dump(p)) return status;
-  VEGAS_CHECK(p.layers == 0 || p.batch == 0 || p.max_seqlen_k == 0 || p.sums, "`out` must be given, got NULL");
+  VEGAS_CHECK(p.layers == 0 || p.batch == 0 || p.max_seqlen_k == 0 || p.sums, "`out` must be given, got none");
   if (device == VEGAS_CPU && p.layers > 0) {
     if (int status = check_host_data(p)) return status;
   }
