@@ -31,7 +31,7 @@ if importlib.util.find_spec("vegas_ops") is None:
 Launch = Callable[[], object]
 
 CUDA_POOL_BYTES = 17.2e9
-CPU_POOL_BYTES = 0.5e9
+CPU_POOL_BYTES = 0.6e9
 # Touched between two uses of a slice: several times the last-level cache, so that no slice is still in it.
 CUDA_COLD_BYTES = 600e6
 CPU_COLD_BYTES = 256e6
@@ -426,7 +426,7 @@ def parse_arguments(script: str, documentation: str | None, argv: Sequence[str] 
         default=report.ROOT / "benchmarks" / "results",
         help="results go to OUT/<device name>/ (default: %(default)s)",
     )
-    parser.add_argument("--pool-gb", type=float, help="memory for K and V (default: CUDA 17.2, CPU 0.5)")
+    parser.add_argument("--pool-gb", type=float, help="memory for K and V (default: CUDA 17.2, CPU 0.6)")
     parser.add_argument(
         "--cpu-time",
         action="store_true",

@@ -305,6 +305,7 @@ def _benchmark(name: str) -> Callable[[Sequence[str]], int | None]:
     spec = importlib.util.spec_from_file_location(name, _BENCHMARKS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module: ModuleType = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     run = getattr(module, "main", None)
     if run is None:
