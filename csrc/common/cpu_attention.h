@@ -88,6 +88,7 @@ struct Tile {
   int padded_dim;  // head_dim, rounded up to whole vectors
   float scale;     // softmax_scale times k_descale
   float softcap;
+  bool spread;  // a token's row lies more than 512 bytes from the next
   float* q;     // (rows, padded_dim)
   int32_t* lo;  // (rows,) a row sees positions in [lo, hi)
   int32_t* hi;
@@ -97,9 +98,10 @@ struct Tile {
   float* values;      // (kBlock, padded_dim)
   const void* zeros;  // padded_dim elements of any type
   KeyBlock* block;
-  float* m;  // (rows,) running maximum
-  float* l;  // (rows,) running sum
-  float* o;  // (rows_out, padded_dim)
+  KeyBlock* next;  // what comes after it; its keys are fetched while the block is worked on
+  float* m;        // (rows,) running maximum
+  float* l;        // (rows,) running sum
+  float* o;        // (rows_out, padded_dim)
 };
 
 constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -110,7 +112,7 @@ inline int padded(int head_dim) { return (head_dim + kWidth - 1) / kWidth * kWid
 inline size_t tile_bytes(int rows, int head_dim) {
   const size_t d = padded(head_dim);
   return aligned(rows * d * 4) + 3 * aligned(rows * 4) + aligned(size_t(rows) * kBlock * 4) +
-         2 * aligned(kBlock * d * 4) + aligned(d * 4) + aligned(sizeof(KeyBlock));
+         2 * aligned(kBlock * d * 4) + aligned(d * 4) + 2 * aligned(sizeof(KeyBlock));
 }
 
 inline void place_tile(Tile& tile, char* memory, int rows, int head_dim) {
@@ -133,6 +135,7 @@ inline void place_tile(Tile& tile, char* memory, int rows, int head_dim) {
   memset(zeros, 0, d * 4);
   tile.zeros = zeros;
   tile.block = reinterpret_cast<KeyBlock*>(take(sizeof(KeyBlock)));
+  tile.next = reinterpret_cast<KeyBlock*>(take(sizeof(KeyBlock)));
 }
 
 // Floats of the partial result of a chunk: o, m and l.
@@ -186,28 +189,67 @@ inline void store_row(const float* from, void* to, int64_t offset, VegasDtype dt
   }
 }
 
+// Rows of a paged cache lie too scattered for the processor to foresee, so they are fetched while the
+// work before them goes on, evenly, because only so many lines can be on their way at once: V of a block
+// while its keys are scored, K of the next while its values are summed. Rows far apart share few sets of
+// the first cache and would push each other out of it: they are fetched into the second.
+VEGAS_INLINE void prefetch(const Tile& tile, const void* row, int bytes) {
+  if (tile.spread) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i, 0, 2);
+  } else {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i, 0, 3);
+  }
+}
+
+// keys[d][i] = K[i][d] for kWidth keys and as many d as fill a vector register.
+template <class T>
+VEGAS_INLINE void transpose_tile(const T* const* k, int d, float* keys) {
+  vfloat a[kWidth];
+  if constexpr (kIsBf16<T>) {
+    // Two bf16 are one element of the transposition, and part into two rows afterwards.
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) a[i] = load_as<vfloat>(k[i] + d);
+    transpose(a);
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) {
+      const vuint pair = bit_cast<vuint>(a[i]);
+      store(keys + size_t(d + 2 * i) * kBlock, pair << 16);
+      store(keys + size_t(d + 2 * i + 1) * kBlock, pair & 0xffff0000u);
+    }
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) a[i] = load(k[i] + d);
+    transpose(a);
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) store(keys + size_t(d + i) * kBlock, a[i]);
+  }
+}
+
 // tile.keys[d][j] = K[j][d]
 template <class T>
 inline void transpose_keys(const Tile& tile) {
+  constexpr int kStep = kIsBf16<T> ? 2 * kWidth : kWidth;
   const KeyBlock& block = *tile.block;
   for (int j = 0; j < block.count; j += kWidth) {
     const T* const* k = reinterpret_cast<const T* const*>(block.k) + j;
-    for (int d = 0; d < tile.padded_dim; d += kWidth) {
+    float* keys = tile.keys + j;
+    int d = 0;
+    for (; d + kStep <= tile.head_dim; d += kStep) {
+      for (int i = 0; i < kWidth / 2; ++i)
+        prefetch(tile, static_cast<const T*>(block.v[j + i]) + d, kStep * int(sizeof(T)));
+      transpose_tile(k, d, keys);
+    }
+    for (; d < tile.head_dim; d += kWidth) {
       vfloat a[kWidth];
-      if (d + kWidth <= tile.head_dim) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kWidth; ++i) a[i] = load(k[i] + d);
-      } else {
-        for (int i = 0; i < kWidth; ++i) a[i] = load_partial(k[i] + d, tile.head_dim - d);
-      }
+      const int n = tile.head_dim - d < kWidth ? tile.head_dim - d : kWidth;
+      for (int i = 0; i < kWidth; ++i) a[i] = load_partial(k[i] + d, n);
       transpose(a);
-#pragma GCC unroll 16
-      for (int i = 0; i < kWidth; ++i) store(tile.keys + size_t(d + i) * kBlock + j, a[i]);
+      for (int i = 0; i < kWidth; ++i) store(keys + size_t(d + i) * kBlock, a[i]);
     }
   }
 }
 
-template <int kTileRows>
+template <bool kFetch, int kTileRows, class T>
 inline void score_rows(const Tile& tile, int row) {
   const int stride = tile.padded_dim;
   const float* q = tile.q + size_t(row) * stride;
@@ -219,6 +261,9 @@ inline void score_rows(const Tile& tile, int row) {
       for (int d = piece; d < end; ++d) {
         const float* keys = tile.keys + size_t(d) * kBlock + j;
         vfloat k[kColumns];
+        if (kFetch && j == 0 && (d & 8)) {
+          prefetch(tile, static_cast<const T*>(tile.block->v[d - piece]) + piece, kPiece * int(sizeof(T)));
+        }
 #pragma GCC unroll 4
         for (int c = 0; c < kColumns; ++c) k[c] = load(keys + c * kWidth);
 #pragma GCC unroll 4
@@ -262,10 +307,11 @@ template <class T>
 inline void score_block(const Tile& tile) {
   transpose_keys<T>(tile);
   int r = 0;
-  for (; r + kRows <= tile.rows; r += kRows) score_rows<kRows>(tile, r);
-  if (tile.rows - r == 3) score_rows<3>(tile, r);
-  if (tile.rows - r == 2) score_rows<2>(tile, r);
-  if (tile.rows - r == 1) score_rows<1>(tile, r);
+  for (; r + kRows <= tile.rows; r += kRows)
+    r ? score_rows<false, kRows, T>(tile, r) : score_rows<true, kRows, T>(tile, r);
+  if (tile.rows - r == 3) score_rows<true, 3, T>(tile, r);
+  if (tile.rows - r == 2) score_rows<true, 2, T>(tile, r);
+  if (tile.rows - r == 1) score_rows<true, 1, T>(tile, r);
   finish_scores(tile);
 }
 
@@ -304,12 +350,14 @@ inline void softmax_block(const Tile& tile) {
   }
 }
 
-template <int kTileRows, int kTileColumns, class T>
+template <bool kFetch, int kTileRows, int kTileColumns, class T>
 inline void accumulate_rows(const Tile& tile, const T* const* v, int row, int d) {
   const float* p = tile.scores + size_t(row) * kBlock;
   vfloat acc[kTileRows][kTileColumns] = {};
   for (int j = 0; j < tile.block->count; ++j) {
     vfloat value[kTileColumns];
+    if (kFetch && row == 0)
+      prefetch(tile, static_cast<const T*>(tile.next->k[j]) + d, kTileColumns * kWidth * int(sizeof(T)));
 #pragma GCC unroll 4
     for (int c = 0; c < kTileColumns; ++c) value[c] = load(v[j] + d + c * kWidth);
 #pragma GCC unroll 4
@@ -328,22 +376,22 @@ inline void accumulate_rows(const Tile& tile, const T* const* v, int row, int d)
   }
 }
 
-template <int kTileRows, class T>
+template <bool kFetch, int kTileRows, class T>
 inline void accumulate_columns(const Tile& tile, const T* const* v, int row) {
   int d = 0;
   for (; d + kColumns * kWidth <= tile.padded_dim; d += kColumns * kWidth) {
-    accumulate_rows<kTileRows, kColumns>(tile, v, row, d);
+    accumulate_rows<kFetch, kTileRows, kColumns>(tile, v, row, d);
   }
-  for (; d < tile.padded_dim; d += kWidth) accumulate_rows<kTileRows, 1>(tile, v, row, d);
+  for (; d < tile.padded_dim; d += kWidth) accumulate_rows<kFetch, kTileRows, 1>(tile, v, row, d);
 }
 
-template <class T>
+template <bool kFetch, class T>
 inline void accumulate_block(const Tile& tile, const T* const* v) {
   int r = 0;
-  for (; r + kRows <= tile.rows_out; r += kRows) accumulate_columns<kRows>(tile, v, r);
-  if (tile.rows_out - r == 3) accumulate_columns<3>(tile, v, r);
-  if (tile.rows_out - r == 2) accumulate_columns<2>(tile, v, r);
-  if (tile.rows_out - r == 1) accumulate_columns<1>(tile, v, r);
+  for (; r + kRows <= tile.rows_out; r += kRows) accumulate_columns<kFetch, kRows>(tile, v, r);
+  if (tile.rows_out - r == 3) accumulate_columns<kFetch, 3>(tile, v, r);
+  if (tile.rows_out - r == 2) accumulate_columns<kFetch, 2>(tile, v, r);
+  if (tile.rows_out - r == 1) accumulate_columns<kFetch, 1>(tile, v, r);
 }
 
 // o = o * alpha + weights * V
@@ -351,14 +399,15 @@ template <class T>
 inline void value_block(const Tile& tile) {
   const T* const* v = reinterpret_cast<const T* const*>(tile.block->v);
   const bool whole_vectors = tile.padded_dim == tile.head_dim;
-  if (whole_vectors && (sizeof(T) == 4 || tile.rows_out <= kRows)) return accumulate_block(tile, v);
+  if (whole_vectors && (sizeof(T) == 4 || tile.rows_out <= kRows)) return accumulate_block<true>(tile, v);
   const float* rows[kBlock];
   for (int j = 0; j < tile.block->count; ++j) {
     float* row = tile.values + size_t(j) * tile.padded_dim;
+    prefetch(tile, tile.next->k[j], tile.head_dim * int(sizeof(T)));
     copy_as_float(v[j], row, tile.head_dim);
     rows[j] = row;
   }
-  accumulate_block(tile, rows);
+  accumulate_block<false>(tile, rows);
 }
 
 // Folds the partial results of `chunks` chunks, `stride` floats apart, into the first.

@@ -40,6 +40,11 @@ struct Fp8E4M3 {
   uint8_t bits;
 };
 
+template <class T>
+constexpr bool kIsBf16 = false;
+template <>
+constexpr bool kIsBf16<Bf16> = true;
+
 constexpr float kInfinity = __builtin_inff();
 
 VEGAS_INLINE vfloat splat(float x) { return vfloat{} + x; }

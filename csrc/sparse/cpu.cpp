@@ -52,9 +52,9 @@ void plan_item(const VegasSparseParams& p, int request, Item& item) {
 }
 
 template <class T>
-void fill_block(const VegasSparseParams& p, const Item& item, int head, int length, int64_t base, Tile& tile) {
+void fill_block(const VegasSparseParams& p, const Item& item, int head, int length, int64_t base, const void* zeros,
+                KeyBlock& block) {
   const VegasPagedCache& cache = p.cache;
-  KeyBlock& block = *tile.block;
   const int32_t* table = cache.block_table ? cache.block_table + item.request * cache.block_table_stride : nullptr;
   const int32_t* list =
       length ? p.indices + item.request * p.indices_stride_batch + head * p.indices_stride_head : nullptr;
@@ -76,10 +76,10 @@ void fill_block(const VegasSparseParams& p, const Item& item, int head, int leng
     const bool there = page >= 0 && page < cache.num_pages;
     const int64_t offset = there ? index % cache.page_size : 0;
     block.position[j] = there ? (slot ? item.lo : int32_t(index)) : -1;
-    block.k[j] = there ? k + page * cache.k.stride_page + offset * cache.k.stride_token : tile.zeros;
-    block.v[j] = there ? v + page * cache.v.stride_page + offset * cache.v.stride_token : tile.zeros;
+    block.k[j] = there ? k + page * cache.k.stride_page + offset * cache.k.stride_token : zeros;
+    block.v[j] = there ? v + page * cache.v.stride_page + offset * cache.v.stride_token : zeros;
   }
-  block.finish(n, tile.zeros);
+  block.finish(n, zeros);
 }
 
 template <class T>
@@ -87,6 +87,7 @@ void attend_chunk(const VegasSparseParams& p, const Item& item, int chunk, int h
   const int group = p.num_heads_q / p.cache.num_heads_kv;
   tile.rows = tile.rows_out = group;
   tile.softcap = p.softcap;
+  tile.spread = p.cache.k.stride_token * int64_t(sizeof(T)) > 512;
   tile.scale = p.softmax_scale * descale(p.cache.k, item.request, head);
   for (int g = 0; g < group; ++g) {
     const int64_t offset = item.request * p.q_stride_row + (int64_t(head) * group + g) * p.q_stride_head;
@@ -100,8 +101,14 @@ void attend_chunk(const VegasSparseParams& p, const Item& item, int chunk, int h
   const int64_t total = int64_t(length) + item.tail_end - item.tail_begin;
   const int64_t begin = int64_t(chunk) * kChunk;
   const int64_t end = begin + kChunk < total ? begin + kChunk : total;
+  if (begin < end) fill_block<T>(p, item, head, length, begin, tile.zeros, *tile.next);
   for (int64_t base = begin; base < end; base += kBlock) {
-    fill_block<T>(p, item, head, length, base, tile);
+    std::swap(tile.block, tile.next);
+    if (base + kBlock < end) {
+      fill_block<T>(p, item, head, length, base + kBlock, tile.zeros, *tile.next);
+    } else {
+      tile.next->finish(0, tile.zeros);
+    }
     score_block<T>(tile);
     softmax_block(tile);
     value_block<T>(tile);

@@ -120,12 +120,14 @@ void load_guide(const Tile& tile, int group, int row, VegasDtype dtype, float* g
   load_row(tile.values, 0, dtype, guide, tile.head_dim);
 }
 
+template <class T>
 void fill_tile(const Call& call, const Item& item, int head, Tile& tile) {
   const VegasVerifyParams& p = call.p;
   tile.rows_out = item.rows * call.group;
   tile.rows = tile.rows_out + item.guides;
   tile.scale = p.softmax_scale * descale(p.cache.k, item.request, head);
   tile.softcap = p.softcap;
+  tile.spread = p.cache.k.stride_token * int64_t(sizeof(T)) > 512;
   for (int i = 0; i < item.rows; ++i) {
     const int row = row_of(item, i);
     int32_t lo, hi;
@@ -148,8 +150,8 @@ void fill_tile(const Call& call, const Item& item, int head, Tile& tile) {
 }
 
 template <class T>
-void fill_block(const VegasPagedCache& cache, const Item& item, int head, int base, Tile& tile) {
-  KeyBlock& block = *tile.block;
+void fill_block(const VegasPagedCache& cache, const Item& item, int head, int base, const void* zeros,
+                KeyBlock& block) {
   const int32_t* table = cache.block_table + item.request * cache.block_table_stride;
   const T* k = static_cast<const T*>(cache.k.data) + head * cache.k.stride_head;
   const T* v = static_cast<const T*>(cache.v.data) + head * cache.v.stride_head;
@@ -163,11 +165,11 @@ void fill_block(const VegasPagedCache& cache, const Item& item, int head, int ba
     for (int s = slot; j < end; ++j, ++s) {
       const bool there = base + j >= item.lo && page >= 0 && page < cache.num_pages;
       block.position[j] = there ? base + j : -1;
-      block.k[j] = there ? k + page * cache.k.stride_page + s * cache.k.stride_token : tile.zeros;
-      block.v[j] = there ? v + page * cache.v.stride_page + s * cache.v.stride_token : tile.zeros;
+      block.k[j] = there ? k + page * cache.k.stride_page + s * cache.k.stride_token : zeros;
+      block.v[j] = there ? v + page * cache.v.stride_page + s * cache.v.stride_token : zeros;
     }
   }
-  block.finish(n, tile.zeros);
+  block.finish(n, zeros);
 }
 
 void write_logits(const VegasVerifyParams& p, int64_t offset, const float* s, int n) {
@@ -248,12 +250,13 @@ void dump_block(const Call& call, const Item& item, int head, const Tile& tile, 
 
 template <class T>
 void attend_chunk(const Call& call, const Item& item, int chunk, int head, Tile& tile, float* floats) {
-  fill_tile(call, item, head, tile);
+  fill_tile<T>(call, item, head, tile);
   place_partial(tile, floats + (int64_t(head) * item.chunks + chunk) * item_stride(call, item));
   clear_partial(tile);
   const int64_t begin = int64_t(item.chunk_first + chunk) * kChunk;
   int64_t end = item.hi > item.dump_len ? item.hi : item.dump_len;
   end = begin + kChunk < end ? begin + kChunk : end;
+  int64_t filled = -1;  // where tile.next begins
   for (int64_t base = begin; base < end; base += kBlock) {
     if (base >= item.hi || base + kBlock <= item.lo) {
       if (base >= item.dump_len) continue;
@@ -264,7 +267,17 @@ void attend_chunk(const Call& call, const Item& item, int chunk, int head, Tile&
       dump_block(call, item, head, tile, int(base), floats + item.token);
       continue;
     }
-    fill_block<T>(call.p.cache, item, head, int(base), tile);
+    if (filled == base) {
+      std::swap(tile.block, tile.next);
+    } else {
+      fill_block<T>(call.p.cache, item, head, int(base), tile.zeros, *tile.block);
+    }
+    filled = base + kBlock;
+    if (filled < end && filled < item.hi) {
+      fill_block<T>(call.p.cache, item, head, int(filled), tile.zeros, *tile.next);
+    } else {
+      tile.next->finish(0, tile.zeros);
+    }
     score_block<T>(tile);
     dump_block(call, item, head, tile, int(base), floats + item.token);
     softmax_block(tile);
