@@ -16,6 +16,7 @@ from vegas_ops.speculative import (
     VEGAS,
     VEGAS_LOOKAHEAD,
     Full,
+    OutOfPages,
     Request,
     SamplingParams,
     SpeculativeDecoder,
@@ -412,6 +413,12 @@ def test_bad_requests_name_the_argument(model):
             Request([1], **options)
     with pytest.raises(ValueError, match="`prompt` must hold at least one token, got none"):
         Request([])
+    with pytest.raises(ValueError, match="`cache` must have the model's layers"):
+        SpeculativeDecoder(model, new_cache(TinyModel(head_dim=32)))
+    with pytest.raises(ValueError, match=r"`cache` must be .* or fp8"):
+        decoder_of(model, dtype=torch.bfloat16)
+    with pytest.raises(OutOfPages):
+        decoder_of(model, num_tokens=64).hold_prompt([1] * 70)
     decoder = decoder_of(model)
     with pytest.raises(ValueError, match="`prompt` must be shorter than the context of 512"):
         decoder.add(Request([1] * 512))

@@ -58,6 +58,27 @@ class Rows:
         self.slots = cache.slots(self.block_table, self.owner, self.positions)
 
 
+def _workspace(
+    model: Model,
+    cache: PagedKVCache,
+    op: ops.OpName,
+    q_lens: Sequence[int],
+    keys: Sequence[int],
+    max_k: int = 0,
+) -> Tensor | None:
+    return cache.workspaces.get(
+        op,
+        max_batch=len(q_lens),
+        max_q_len=max(q_lens),
+        max_seqlen_k=max(keys),
+        max_k=max_k,
+        layers=1,
+        num_heads_q=model.num_heads_q,
+        num_heads_kv=model.num_heads_kv,
+        head_dim=model.head_dim,
+    )
+
+
 class PrefillContext:
     """A chunk of one prompt; nothing is dumped.
 
@@ -168,6 +189,7 @@ class VerifyGroup:
             seeds=seeds,
             rounds=rounds,
             num_heads_kv=heads_kv,
+            workspaces=rows.cache.workspaces,
         )
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
@@ -193,6 +215,7 @@ class VerifyGroup:
             lse=v.lse[layer],
             logits=None if v.logits is None else v.logits[layer],
             guide_lse=None if v.guide_lse is None else v.guide_lse[layer],
+            workspace=_workspace(self.model, cache, "flash_attn_with_logit_dump", v.rows, v.seqused_k),
         )
 
     def select(self) -> None:
@@ -263,6 +286,7 @@ class DraftGroup:
             v_descale=cache.v_descale,
             dump="rows",
             dump_len=self.tail_start,
+            workspace=_workspace(self.model, cache, "flash_attn_with_logit_dump", [1] * batch, [keys]),
             logits=q.new_empty((batch, self.model.num_heads_q, 2, keys), dtype=torch.float32),
         )
         assert logits is not None
@@ -289,6 +313,14 @@ class DraftGroup:
             k_descale=cache.k_descale,
             v_descale=cache.v_descale,
             out=out[self.batch],
+            workspace=_workspace(
+                self.model,
+                cache,
+                "sparse_paged_decode",
+                [1] * q.shape[0],
+                rows.keys[self.batch],
+                indices.shape[-1],
+            ),
         )
 
 

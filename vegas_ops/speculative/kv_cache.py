@@ -7,11 +7,41 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from vegas_ops import ops
+
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 
 
 class OutOfPages(RuntimeError):
     """The cache has too few free pages; nothing was changed."""
+
+
+class Workspaces:
+    """A workspace per op, grown when a call needs more, so that a steady loop allocates none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bounds: dict[str, dict[str, int]] = {}
+        self._memory: dict[str, Tensor] = {}
+
+    def get(self, op: ops.OpName, **bounds: int) -> Tensor | None:
+        """bounds: as of `make_workspace`. None on the CPU, whose kernels need none."""
+        if self._device.type != "cuda":
+            return None
+        known = self._bounds.get(op, {})
+        if any(value > known.get(name, 0) for name, value in bounds.items()):
+            # To the next power of 2, or a context that grows by tokens would grow it every time.
+            known = {
+                name: max(known.get(name, 0), _power_of_2(value) if "max" in name else value)
+                for name, value in bounds.items()
+            }
+            self._bounds[op] = known
+            self._memory[op] = ops.make_workspace(op, device=self._device, **known)
+        return self._memory[op]
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n else 0
 
 
 class CacheSequence:
@@ -51,6 +81,7 @@ class PagedKVCache:
                 raise ValueError(f"`{name}` must be at least 1, got {value}")
         shape = (num_layers, num_pages, page_size, num_heads_kv, head_dim)
         self.device = torch.device(device)
+        self.workspaces = Workspaces(self.device)
         # Zeroed, not empty: a page may be gathered by torch code that multiplies before it masks.
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)

@@ -52,10 +52,10 @@ class SpeculativeDecoder:
     Requests may join (`add`) and leave (`abort`, `preempt`) between steps. They may differ in
     everything: length, sampling, gamma, budget, policy. Each gets the output that it would get
     alone. When pages run out, the latest arrival waits and is computed anew; its output does not
-    change (up to rounding: a prompt's attention is computed by another kernel).
+    change (on a GPU up to rounding: another kernel serves its prompt).
 
-    prefill_chunk: tokens per forward of a prompt. on_prompt(request, done, total): progress.
-    profile: wait for the device at every clock reading.
+    cache: of the model's shape, in its dtype or fp8. prefill_chunk: tokens per forward of a prompt.
+    on_prompt(request, done, total): progress. profile: wait for the device at every clock reading.
     """
 
     def __init__(
@@ -67,6 +67,16 @@ class SpeculativeDecoder:
         on_prompt: OnPrompt | None = None,
         profile: bool = False,
     ) -> None:
+        shape = (model.num_layers, model.num_heads_kv, model.head_dim)
+        if (cache.k.shape[0], *cache.k.shape[3:]) != shape:
+            raise ValueError(
+                f"`cache` must have the model's layers, KV heads and head dim {shape}, "
+                f"got {(cache.k.shape[0], *cache.k.shape[3:])}"
+            )
+        if cache.k.dtype not in (model.dtype, torch.float8_e4m3fn):
+            raise ValueError(f"`cache` must be {model.dtype} or fp8, got {cache.k.dtype}")
+        if prefill_chunk < 1:
+            raise ValueError(f"`prefill_chunk` must be at least 1, got {prefill_chunk}")
         self.model, self.cache = model, cache
         self.max_position = min(model.max_position, cache.max_length)
         self.prefill_chunk, self.on_prompt, self.profile = prefill_chunk, on_prompt, profile
@@ -110,6 +120,7 @@ class SpeculativeDecoder:
         self.add(request)
         self._admit()
         if request.sequence is None:
+            self.abort(request)
             raise OutOfPages("the cache has too few free pages for the prompt")
         self.running.remove(request)
         return request

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from vegas_ops import ops
 from vegas_ops.ops import Dump
+from vegas_ops.speculative.kv_cache import Workspaces
 from vegas_ops.speculative.sampling import SELECT, uniform
 
 NUM_SINKS = 4  # StreamingLLM's first tokens
@@ -60,6 +61,7 @@ class Verified:
     seeds: Tensor
     rounds: Tensor
     num_heads_kv: int
+    workspaces: Workspaces
 
     @property
     def layers(self) -> int:
@@ -291,8 +293,14 @@ def _top(
         seqlens, k = seqlens.repeat_interleave(heads), k.repeat_interleave(heads)
     elif dump != "token" or score:
         score["cu_seqlens_q"] = verified.cu_seqlens_q
+    lists = logits.shape[-2] if dump == "kv_head" else 1
+    workspace = verified.workspaces.get(
+        "topk_aggregate_logits", max_batch=seqlens.shape[0], max_q_len=1, max_k=max_k,
+        max_seqlen_k=logits.shape[-1], layers=verified.layers, num_heads_q=lists,
+        num_heads_kv=lists, head_dim=1,
+    )  # fmt: skip
     indices, length = ops.topk_aggregate_logits(
-        logits, dump=dump, seqlens=seqlens, k=k, max_k=max_k, pool=pool, **score
+        logits, dump=dump, seqlens=seqlens, k=k, max_k=max_k, pool=pool, workspace=workspace, **score
     )
     if heads:
         indices, length = (x.unflatten(1, (-1, heads)) for x in (indices, length))
