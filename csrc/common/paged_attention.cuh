@@ -185,6 +185,8 @@ struct TilePipeline {
   int segments;  // 16-byte segments of a row that exist; the rest of a padded row stays zero
   int tiles;     // of this warp
   int stages;
+  int issue_stage;  // of the next tile to issue, and to attend
+  int read_stage;
   int warp;
   int lane;
 
@@ -196,6 +198,8 @@ struct TilePipeline {
         v_data(static_cast<const char*>(cache.v.data)),
         segments(cache.head_dim * T::kCacheBytes / 16),
         stages(num_stages),
+        issue_stage(0),
+        read_stage(0),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32) {
     tiles = chunk_tiles > warp ? (chunk_tiles - warp + kWarps - 1) / kWarps : 0;
@@ -221,11 +225,10 @@ struct TilePipeline {
     if (n < tiles) {
       constexpr int kLanesPerRow = T::kSegments < 32 ? T::kSegments : 32;
       constexpr int kRowsPerPass = 32 / kLanesPerRow;
-      const int stage = n % stages;
       const int64_t offset = keys.offset();
       const uint32_t valid = __ballot_sync(0xffffffffu, offset >= 0) & 0xffffu;
-      if (lane == 0) shared.valid(warp)[stage] = valid;
-      char* k_tile = shared.stage(warp, stage);
+      if (lane == 0) shared.valid(warp)[issue_stage] = valid;
+      char* k_tile = shared.stage(warp, issue_stage);
       const int segment = lane % kLanesPerRow;
 #pragma unroll
       for (int first = 0; first < kTileKeys; first += kRowsPerPass) {
@@ -241,6 +244,7 @@ struct TilePipeline {
       }
       keys.lookup();
       keys.fetch(warp + (n + 2) * kWarps);
+      issue_stage = issue_stage + 1 < stages ? issue_stage + 1 : 0;
     }
     cute::cp_async_fence();
   }
@@ -254,7 +258,9 @@ struct TilePipeline {
     wait_for_stage(stages - 2);
     __syncwarp();
     if (stages > 1) issue(n + stages - 1);
-    return n % stages;
+    const int stage = read_stage;
+    read_stage = stage + 1 < stages ? stage + 1 : 0;
+    return stage;
   }
 
   // A row that is not read becomes zeros, so that nothing of an unused slot reaches a product.
@@ -265,14 +271,16 @@ struct TilePipeline {
 };
 
 // Attends the query tile to `chunk_tiles` tiles of keys; the first key of tile i is position begin + 16i for
-// masks and dumps. The query and the rows are in shared memory, visible to all.
-template <class T, class Keys, class Dump>
+// masks and dumps. prepare() puts the query and the rows into shared memory while the first keys are on their way.
+template <class T, class Keys, class Dump, class Prepare>
 __device__ __forceinline__ void attend(const SharedTile<T>& shared, Keys& keys, const VegasPagedCache& cache,
-                                       const Scoring& scoring, const Dump& dump, int begin, int chunk_tiles, int stages,
-                                       SoftmaxState<T>& state) {
+                                       const Scoring& scoring, const Dump& dump, const Prepare& prepare, int begin,
+                                       int chunk_tiles, int stages, SoftmaxState<T>& state) {
   const int lane = threadIdx.x % 32;
   TilePipeline<T, Keys> pipeline(shared, keys, cache, chunk_tiles, stages);
   pipeline.start();
+  prepare();
+  __syncthreads();
   const QueryFragments<T> query(shared.query());
   const RowInfo* rows = shared.rows();
 

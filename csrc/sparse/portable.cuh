@@ -128,20 +128,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int first_head = kv_head * group + first_row;
   const SharedTile<T> shared = {shared_bytes};
 
-  const Element* q = static_cast<const Element*>(p.q) + b * p.q_stride_row + first_head * p.q_stride_head;
-  const bool aligned = ((reinterpret_cast<uintptr_t>(p.q) | (p.q_stride_row * 2) | (p.q_stride_head * 2)) & 15) == 0;
-  for (int i = threadIdx.x; i < T::kRows * T::kQuerySegments; i += kThreads) {
-    const int row = i / T::kQuerySegments;
-    const int chunk = i % T::kQuerySegments;
-    uint4 values = make_uint4(0, 0, 0, 0);
-    if (row < num_rows && chunk * 8 < p.cache.head_dim) {
-      values = load_query(q + row * p.q_stride_head + chunk * 8, aligned);
-    }
-    shared.query().store(row, chunk, values);
-  }
-  for (int row = threadIdx.x; row < T::kRows; row += kThreads) shared.rows()[row] = {INT_MIN, INT_MAX, -1};
-  __syncthreads();
-
   const SparseRequest request(p, b);
   const int listed = request.listed(p, b, kv_head);
   const int keys_of_head = listed + (request.tail_end - request.tail_begin);
@@ -162,8 +148,22 @@ __global__ void __launch_bounds__(kThreads, 2)
                      -1,
                      0};
   const Scoring scoring = {p.softmax_scale * descale_of(p.cache.k, b, kv_head), p.softcap, INT_MIN, INT_MAX};
+  const auto prepare = [&] {
+    const Element* q = static_cast<const Element*>(p.q) + b * p.q_stride_row + first_head * p.q_stride_head;
+    const bool aligned = ((reinterpret_cast<uintptr_t>(p.q) | (p.q_stride_row * 2) | (p.q_stride_head * 2)) & 15) == 0;
+    for (int i = threadIdx.x; i < T::kRows * T::kQuerySegments; i += kThreads) {
+      const int row = i / T::kQuerySegments;
+      const int chunk = i % T::kQuerySegments;
+      uint4 values = make_uint4(0, 0, 0, 0);
+      if (row < num_rows && chunk * 8 < p.cache.head_dim) {
+        values = load_query(q + row * p.q_stride_head + chunk * 8, aligned);
+      }
+      shared.query().store(row, chunk, values);
+    }
+    for (int row = threadIdx.x; row < T::kRows; row += kThreads) shared.rows()[row] = {INT_MIN, INT_MAX, -1};
+  };
   SoftmaxState<T> state;
-  attend(shared, keys, p.cache, scoring, NoDump{}, begin, ceil_div(end - begin, kTileKeys), stages, state);
+  attend(shared, keys, p.cache, scoring, NoDump{}, prepare, begin, ceil_div(end - begin, kTileKeys), stages, state);
 
   merge_warps(shared, state, num_rows, [&](int row, const RowNorm& norm, const auto& value) {
     if (plan.chunks == 1) {

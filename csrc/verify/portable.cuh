@@ -363,8 +363,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int first_row = unit.row_tile * T::kRows;
   const int num_rows = min(T::kRows, request.packed_rows(p) - first_row);
   const SharedTile<T> shared = {shared_bytes};
-  load_rows(shared, p, request, b, kv_head, first_row, num_rows);
-  __syncthreads();
 
   const int begin = request.first_key + unit.chunk * plan.chunk_keys;
   const int end = begin + min(request.end_key - begin, plan.chunk_keys);
@@ -384,8 +382,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Scoring scoring = {p.softmax_scale * descale_of(p.cache.k, b, kv_head), p.softcap, request.first_full_key,
                            request.last_full_key};
   const LogitDump dump = logit_dump<T>(p, w, request, b, kv_head, unit.row_tile, token_tiles);
+  const auto prepare = [&] { load_rows(shared, p, request, b, kv_head, first_row, num_rows); };
   SoftmaxState<T> state;
-  attend(shared, keys, p.cache, scoring, dump, begin, ceil_div(end - begin, kTileKeys), stages, state);
+  attend(shared, keys, p.cache, scoring, dump, prepare, begin, ceil_div(end - begin, kTileKeys), stages, state);
 
   merge_warps(shared, state, num_rows, [&](int row, const RowNorm& norm, const auto& value) {
     if (plan.chunks == 1) {
