@@ -451,5 +451,8 @@ def test_every_policy_runs_on_a_gpu(temperature):
         if request.policy == Full():
             assert request.statistics.accepted > 0.8 * request.statistics.drafted
     if temperature == 0:
-        equal = sum(output == plain[i % 3] for i, output in enumerate(outputs))
-        assert equal > len(outputs) // 2
+        agreed = [
+            next((j for j, (a, b) in enumerate(zip(o, plain[i % 3], strict=True)) if a != b), 40)
+            for i, o in enumerate(outputs)
+        ]
+        assert sum(agreed) / len(agreed) > 5
