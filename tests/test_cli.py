@@ -167,7 +167,7 @@ def test_a_difference_is_shown_and_judged(capsys: pytest.CaptureFixture[str]) ->
     session = Session(DEMO_MODEL)
     ids = session.encode(PROMPT, 20)
     decoder = session.decoder(len(ids) + 2000)
-    prompt = session.hold_prompt(decoder, ids)
+    prompt = decoder.hold_prompt(ids)
     plain = Request(ids, max_new_tokens=12, gamma=0, share_prefix_with=prompt)
     session.run(decoder, plain)
     wrong = Request(ids, max_new_tokens=12, gamma=3, share_prefix_with=prompt)

@@ -129,7 +129,7 @@ def _read_prompt(session: Session, decoder: SpeculativeDecoder, ids: list[int], 
             progress.update(task, completed=done, total=total)
 
         decoder.on_prompt = on_prompt
-        prompt = session.hold_prompt(decoder, ids)
+        prompt = decoder.hold_prompt(ids)
         decoder.on_prompt = None
     return prompt
 

@@ -90,16 +90,6 @@ class Session:
         )
         return SpeculativeDecoder(model, cache, prefill_chunk=PREFILL_CHUNK)
 
-    def hold_prompt(self, decoder: SpeculativeDecoder, ids: Sequence[int]) -> Request:
-        """Computes a prompt once. Its pages stay, for requests that `share_prefix_with` the result."""
-        request = Request(ids, max_new_tokens=2, gamma=0)
-        decoder.add(request)
-        decoder.step()
-        if request.finish_reason == "error":
-            raise RuntimeError(f"reading the prompt failed: {request.error}")
-        decoder.running.remove(request)
-        return request
-
     def run(self, decoder: SpeculativeDecoder, request: Request, on_text: OnText | None = None) -> Run:
         """Decodes one request to its end."""
         push = self.tokenizer.stream()

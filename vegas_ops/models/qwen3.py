@@ -188,29 +188,29 @@ class Qwen3Model:
         `max_position`. Calls `attend` once per layer, in order. No rows: an empty result, `attend`
         is still called.
         """
-        config, eps = self.config, self.config.rms_norm_eps
-        qk_heads, kv_heads, head_dim = (
-            config.num_heads_q + config.num_heads_kv,
-            config.num_heads_kv,
-            config.head_dim,
-        )
-        qk_size = qk_heads * head_dim
+        config, eps, rows = self.config, self.config.rms_norm_eps, token_ids.shape[0]
+        q_heads, head_dim = config.num_heads_q, config.head_dim
+        qk_heads = q_heads + config.num_heads_kv
+        heads_shape = (rows, qk_heads + config.num_heads_kv, head_dim)
+        pairs_shape = (rows, qk_heads, head_dim // 2, 2)
         hidden_shape, head_shape = (config.hidden_size,), (head_dim,)
-        gate_size = config.intermediate_size
+        half = self.dtype != torch.float32
         x = F.embedding(token_ids, self._embedding)
         rope = self._rope[positions].unsqueeze(1)
+        # torch.rms_norm and few views: on small models the cost of a decoding step is calls.
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(F.rms_norm(x, hidden_shape, layer.input_norm, eps))
-            qk = qkv[:, :qk_size].unflatten(1, (qk_heads, head_dim))
-            v = qkv[:, qk_size:].unflatten(1, (kv_heads, head_dim))
-            qk = F.rms_norm(qk, head_shape, None, eps) * layer.qk_norm
-            pairs = torch.view_as_complex(qk.float().unflatten(2, (-1, 2)))
-            qk = torch.view_as_real(pairs * rope).flatten(2).to(self.dtype)
-            out = attend(index, qk[:, : config.num_heads_q], qk[:, config.num_heads_q :], v)
-            x = layer.attention_out(out.flatten(1), x)
-            gate_up = layer.gate_up(F.rms_norm(x, hidden_shape, layer.mlp_norm, eps))
-            x = layer.down(F.silu(gate_up[:, :gate_size]) * gate_up[:, gate_size:], x)
-        return F.rms_norm(x, hidden_shape, self._norm, eps)
+            qkv = layer.qkv(torch.rms_norm(x, hidden_shape, layer.input_norm, eps)).view(heads_shape)
+            qk, v = qkv.tensor_split((qk_heads,), 1)
+            qk = torch.rms_norm(qk, head_shape, None, eps) * layer.qk_norm
+            pairs = torch.view_as_complex((qk.float() if half else qk).view(pairs_shape))
+            qk = torch.view_as_real(pairs * rope).view(rows, qk_heads, head_dim)
+            if half:
+                qk = qk.to(self.dtype)
+            q, k = qk.tensor_split((q_heads,), 1)
+            x = layer.attention_out(attend(index, q, k, v).flatten(1), x)
+            gate, up = layer.gate_up(torch.rms_norm(x, hidden_shape, layer.mlp_norm, eps)).chunk(2, 1)
+            x = layer.down(F.silu(gate).mul_(up), x)
+        return torch.rms_norm(x, hidden_shape, self._norm, eps)
 
     @torch.no_grad()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
