@@ -351,10 +351,10 @@ def test_missing_tensor_is_named() -> None:
         {"num_heads_q": 0},
     ),
 )
-def test_workspace_refuses(cuda: torch.device, arguments: dict[str, Any]) -> None:
+def test_workspace_refuses(device: torch.device, arguments: dict[str, Any]) -> None:
     call: dict[str, Any] = {
         "op": "sparse_paged_decode", "max_batch": 2, "max_q_len": 1, "max_seqlen_k": 100,
-        "num_heads_q": 4, "num_heads_kv": 2, "head_dim": 64, "device": cuda,
+        "num_heads_q": 4, "num_heads_kv": 2, "head_dim": 64, "device": device,
     }  # fmt: skip
     with pytest.raises((ValueError, TypeError), match=f"`{next(iter(arguments))}`"):
         vegas_ops.make_workspace(**{**call, **arguments})

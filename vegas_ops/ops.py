@@ -90,6 +90,16 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int]:
     return left, right
 
 
+def _check_vector(name: str, value: Tensor) -> None:
+    if value.dim() != 1:
+        raise ValueError(f"`{name}` must have shape (batch,), got {tuple(value.shape)}")
+
+
+def _check_bound(name: str, value: int) -> None:
+    if value < 0:
+        raise ValueError(f"`{name}` must not be negative, got {value}")
+
+
 def _check_tensors(**arguments: object) -> None:
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
@@ -253,6 +263,9 @@ def flash_attn_with_logit_dump(
         )
     if dump == "token_weight" and guide_lse_hint is None:
         raise ValueError('`guide_lse_hint` must be given for dump="token_weight", got None')
+    _check_vector("seqused_k", seqused_k)
+    _check_bound("max_seqlen_q", max_seqlen_q)
+    _check_bound("max_seqlen_k", max_seqlen_k)
     left, right = _window(window_size)
     total_q, num_heads_q, head_dim = q.shape
     num_heads_kv = k_cache.shape[2]
@@ -365,12 +378,12 @@ def topk_aggregate_logits(
     Source: Vegas (arXiv 2602.07223), Eq. 2 and top-k selection; weights as in the authors' release.
     """
     _check_tensors(logits=logits, seqlens=seqlens)
+    _check_vector("seqlens", seqlens)
     dump_code, mode_code = _lookup(_DUMPS, dump, "dump"), _lookup(_MODES, mode, "mode")
     k_value, k_per_request = (0, k) if isinstance(k, Tensor) else (k, None)
     if block_table is not None and page_size is None:
         raise ValueError("`page_size` must be given with `block_table`, got None")
-    if max_k < 0:
-        raise ValueError(f"`max_k` must not be negative, got {max_k}")
+    _check_bound("max_k", max_k)
     dims = {"kv_head": 4, "rows": 4, "all": 3}.get(dump, 2)
     layers = tuple(logits.shape[: logits.dim() - dims])
     shape = (*layers, seqlens.shape[0])
@@ -420,6 +433,7 @@ def aggregate_logits(
         positions at or beyond ``seqlens`` are not written.
     """
     _check_tensors(logits=logits, seqlens=seqlens)
+    _check_vector("seqlens", seqlens)
     dump_code, mode_code = _lookup(_DUMPS, dump, "dump"), _lookup(_MODES, mode, "mode")
     dims = {"kv_head": 4, "rows": 4, "all": 3}.get(dump, 2)
     heads = {"kv_head": -2, "rows": -3, "all": -2}.get(dump)
