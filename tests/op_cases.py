@@ -257,3 +257,128 @@ class VerifyCase(PagedCase):
         if right >= 0:
             mask = mask & (keys <= p + right)
         return mask
+
+
+@dataclass
+class SparseCase(PagedCase):
+    """A call of sparse_paged_decode.
+
+    `counts` are the listed tokens per request, drawn below `tail_starts` (or the length). Entries
+    behind a count hold garbage; `holes` of the counted ones are replaced by what must be skipped.
+    """
+
+    counts: Sequence[int] = (5,)
+    tail_starts: Sequence[int] | None = None
+    logical: bool = False
+    per_head: bool = False
+    holes: int = 0
+    repeats: bool = False
+    spare_k: int = 3
+    strided: bool = False
+    with_sinks: bool = False
+    give_lengths: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.q = self.rows_of_q(self.batch, 0, self.strided)
+        self.sinks = self.put(self.random(self.heads_q)) if self.with_sinks else None
+        lists = self.heads_kv if self.per_head else 1
+        max_k = max([*self.counts, 0]) + self.spare_k
+        pick = torch.randint(0, 2, (self.batch, lists, max_k), generator=self.generator)
+        indices = torch.tensor(GARBAGE_PAGES)[pick]
+        lengths = torch.zeros(self.batch, lists, dtype=torch.int64)
+        table = self.block_table.cpu()
+        slots_in_cache = self.k_cache.shape[0] * self.page_size
+        for b in range(self.batch):
+            below = self.lengths[b]
+            if self.tail_starts is not None:
+                below = min(below, max(self.tail_starts[b], 0))
+            for head in range(lists):
+                count = self.counts[b]
+                if self.repeats and below > 0:
+                    tokens = torch.randint(0, below, (count,), generator=self.generator)
+                else:
+                    tokens = torch.randperm(below, generator=self.generator)[:count]
+                    if self.per_head and head:
+                        tokens = tokens[: max(len(tokens) - head, 0)]
+                if not self.logical and len(tokens):
+                    tokens = table[b][tokens // self.page_size].long() * self.page_size + (
+                        tokens % self.page_size
+                    )
+                beyond = below if self.logical else slots_in_cache
+                for hole in range(min(self.holes, len(tokens))):
+                    at = int(torch.randint(0, len(tokens), (), generator=self.generator))
+                    tokens[at] = (-1, -9, 2**31 - 1, beyond)[hole % 4]
+                if self.logical and (self.tail_starts is not None or not self.give_lengths):
+                    # At or beyond tail_start, or an unstated length, is the caller's fault.
+                    tokens[tokens == below] = -1
+                indices[b, head, : len(tokens)] = tokens
+                lengths[b, head] = len(tokens)
+        if not self.per_head:
+            indices, lengths = indices[:, 0], lengths[:, 0]
+        self.indices = self.put(indices.to(torch.int32))
+        self.topk_length = self.put(lengths.to(torch.int32))
+
+    @property
+    def args(self) -> tuple[Tensor, ...]:
+        return self.q, self.k_cache, self.v_cache, self.indices, self.topk_length
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        tail = self.tail_starts
+        window = self.options.get("window_size", (-1, -1))
+        needs_lengths = tail is not None or self.give_lengths or window != (-1, -1)
+        return {
+            "tail_start": None if tail is None else int32(tail, self.device),
+            "seqused_k": self.seqused_k if needs_lengths else None,
+            "block_table": self.block_table if tail is not None or self.logical else None,
+            "indices_are_slots": not self.logical,
+            "sinks": self.sinks,
+            "k_descale": self.k_descale,
+            "v_descale": self.v_descale,
+            **self.options,
+        }
+
+    def outputs(self, fill: float, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        wide = torch.full(
+            (self.batch, self.heads_q, self.head_dim + 16 * self.strided), fill,
+            dtype=dtype or self.dtype, device=self.device,
+        )  # fmt: skip
+        lse = torch.full((self.heads_q, self.batch), fill, dtype=dtype or torch.float32, device=self.device)
+        return {"out": wide[..., : self.head_dim], "lse": lse}
+
+    def attended(self, b: int, head: int) -> list[int]:
+        """Slots of the tokens that one KV head of a request attends to, one by one."""
+        kwargs = self.kwargs
+        num_pages = self.k_cache.shape[0]
+        table = self.block_table[b].tolist()
+        length = self.lengths[b] if kwargs["seqused_k"] is not None else None
+        if length == 0:
+            return []
+        left, right = self.options.get("window_size", (-1, -1))
+        row = (self.indices[b, head] if self.per_head else self.indices[b]).tolist()
+        count = int(self.topk_length[b, head] if self.per_head else self.topk_length[b])
+        slots: list[int] = []
+        positions = []
+        for index in row[: max(count, 0)]:
+            if self.logical:
+                positions.append(index)
+            elif 0 <= index < num_pages * self.page_size:
+                slots.append(index)
+        if self.tail_starts is not None:
+            assert length is not None
+            positions += range(max(self.tail_starts[b], 0), length)
+        for position in positions:
+            if position < 0 or position // self.page_size >= len(table):
+                continue
+            if length is not None:
+                p = length - 1
+                if position > p or (left >= 0 and position < p - left):
+                    continue
+                if right >= 0 and position > p + right:
+                    continue
+            page = table[position // self.page_size]
+            if 0 <= page < num_pages:
+                slots.append(page * self.page_size + position % self.page_size)
+        return slots

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 import torch
-from op_cases import SENTINEL, PagedCase, VerifyCase
+from op_cases import SENTINEL, SENTINEL_INDEX, PagedCase, SparseCase, VerifyCase
 from torch import Tensor
 
 import vegas_ops
@@ -201,12 +201,48 @@ def _widen_request(case: VerifyCase, b: int, low: dict[str, Tensor], high: dict[
             slack = guide_errors[plane] + 2.0**-21 * (guides[plane].abs() + hint.abs())
             total += torch.exp(guides[plane] + sign * slack - hint).sum(0)
         total *= 1 + sign * 2.0**-19
-        total = total.clamp(max=torch.finfo(torch.float32).max)
+        # Saturation ends at or just below the largest finite number.
+        largest = torch.finfo(torch.float32).max
+        total = total.clamp(max=largest * (1 - 2.0**-10) if sign < 0 else largest)
         unmasked = ~torch.isneginf(target["logits"][b, :n])
         target["logits"][b, :n][unmasked] = total[:n][unmasked]
 
 
-def check_attention_rows(
+def check_sparse(case: SparseCase) -> dict[str, Tensor]:
+    got, again = case.outputs(SENTINEL), case.outputs(math.nan)
+    vegas_ops.sparse_paged_decode(*case.args, **case.kwargs, **got)
+    vegas_ops.sparse_paged_decode(*case.args, **case.kwargs, **again)
+    fresh = dict(zip(("out", "lse"), vegas_ops.sparse_paged_decode(*case.args, **case.kwargs), strict=True))
+    want = case.outputs(math.nan, torch.float64)
+    reference.sparse_paged_decode(*case.args, **case.kwargs, **want)
+    for name in ("out", "lse"):
+        assert_same_bits(got[name], again[name], f"{name} of two calls")
+        assert_same_bits(got[name], fresh[name], f"{name} allocated and given")
+        assert not bool(want[name].isnan().any())
+    group = case.heads_q // case.heads_kv
+    scale = case.options.get("softmax_scale") or case.head_dim**-0.5
+    softcap = case.options.get("softcap", 0.0)
+    for b in range(case.batch):
+        for head in range(case.heads_kv):
+            heads = slice(head * group, (head + 1) * group)
+            slots = torch.tensor(case.attended(b, head), dtype=torch.int64, device=case.device)
+            keys, values = (
+                reference._load(
+                    cache, slots, reference._descale_of(descale, b, case.heads_kv), torch.float64
+                )[:, head]
+                for cache, descale in (
+                    (case.k_cache, case.k_descale), (case.v_cache, case.v_descale),
+                )
+            )  # fmt: skip
+            _check_attention_rows(
+                case, b, heads, case.q[b, heads], keys, values, scale, softcap, case.sinks,
+                (got["out"][b, heads], got["lse"][heads, b]),
+                (want["out"][b, heads], want["lse"][heads, b]),
+            )  # fmt: skip
+    return got
+
+
+def _check_attention_rows(
     case: PagedCase,
     b: int,
     heads: slice,
@@ -240,3 +276,27 @@ def check_attention_rows(
     envelope = scale * torch.einsum("hd,td->ht", q.double().abs(), keys.abs()).amax(-1)
     slack = lse_error(lse, LOGIT_ERROR * envelope)
     assert_between(got[1], lse - slack, lse + slack, f"lse of {name}")
+
+
+def select(logits: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Run twice over outputs full of a sentinel, and once without outputs; all must agree."""
+    fresh = vegas_ops.topk_aggregate_logits(logits, **kwargs)
+    for fill in (SENTINEL_INDEX, 0):
+        given_outputs = {
+            "indices": torch.full_like(fresh[0], fill),
+            "topk_length": torch.full_like(fresh[1], fill),
+        }
+        vegas_ops.topk_aggregate_logits(logits, **kwargs, **given_outputs)
+        assert_same_bits(given_outputs["indices"], fresh[0], "indices of two calls")
+        assert_same_bits(given_outputs["topk_length"], fresh[1], "topk_length of two calls")
+    return fresh
+
+
+def check_select(logits: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The op's set must be the oracle's, exactly: for scores whose sums are exact."""
+    got = select(logits, **kwargs)
+    kwargs.pop("workspace", None)
+    want = reference.topk_aggregate_logits(logits, **kwargs)
+    assert_same_bits(got[1], want[1], "topk_length")
+    assert_same_bits(got[0], want[0], "indices")
+    return got

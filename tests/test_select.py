@@ -10,38 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import SENTINEL, SENTINEL_INDEX, int32
-from op_checks import assert_same_bits
+from op_cases import SENTINEL, int32
+from op_checks import assert_same_bits, check_select, select
 from torch import Tensor
 
 import vegas_ops
 from vegas_ops import reference
 
 DUMPS = ("token", "token_weight", "kv_head", "rows", "all")
-
-
-def select(logits: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Run twice over outputs full of a sentinel, and once without outputs; all must agree."""
-    fresh = vegas_ops.topk_aggregate_logits(logits, **kwargs)
-    for fill in (SENTINEL_INDEX, 0):
-        given_outputs = {
-            "indices": torch.full_like(fresh[0], fill),
-            "topk_length": torch.full_like(fresh[1], fill),
-        }
-        vegas_ops.topk_aggregate_logits(logits, **kwargs, **given_outputs)
-        assert_same_bits(given_outputs["indices"], fresh[0], "indices of two calls")
-        assert_same_bits(given_outputs["topk_length"], fresh[1], "topk_length of two calls")
-    return fresh
-
-
-def check_select(logits: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The op's set must be the oracle's, exactly: for scores whose sums are exact."""
-    got = select(logits, **kwargs)
-    kwargs.pop("workspace", None)
-    want = reference.topk_aggregate_logits(logits, **kwargs)
-    assert_same_bits(got[1], want[1], "topk_length")
-    assert_same_bits(got[0], want[0], "indices")
-    return got
 
 
 def token_row(values: Sequence[float] | Tensor, device: torch.device, pad: int = 2) -> tuple[Tensor, Tensor]:
@@ -422,7 +398,7 @@ def test_compile_fullgraph(device: torch.device) -> None:
         sums, _ = vegas_ops.aggregate_logits(logits, dump="token", seqlens=seqlens)
         return indices + 1, sums[0] + lengths[0]
 
-    compiled = torch.compile(step, fullgraph=True, backend="eager")(logits, seqlens)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(logits, seqlens)
     for got, want in zip(compiled, step(logits, seqlens), strict=True):
         assert_same_bits(got, want, "compiled")
 
