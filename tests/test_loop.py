@@ -376,6 +376,17 @@ def test_a_forced_text_is_committed_and_rewrites_the_cache(model):
 # Statistics and errors
 
 
+def test_no_graph_is_kept_for_weights_that_want_gradients(plain):
+    model = TinyModel()
+    for weight in (*model.qkv, *model.out, model.head):
+        weight.requires_grad_()
+    decoder = decoder_of(model)
+    sampled = Request(PROMPTS[1], SamplingParams(temperature=1.0), **SMALL)
+    request = Request(PROMPTS[2], max_new_tokens=40, share_prefix_with=decoder.hold_prompt(PROMPTS[2]))
+    assert decoder.generate([request, sampled])[0] == plain[2]
+    assert not decoder.cache.k.requires_grad
+
+
 def test_statistics_add_up(model):
     requests = [
         Request(p, gamma=g, max_new_tokens=40, **SMALL) for p, g in zip(PROMPTS, (0, 2, 5, 9), strict=True)

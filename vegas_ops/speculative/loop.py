@@ -113,6 +113,7 @@ class SpeculativeDecoder:
         self._release(request)
         self.waiting.insert(0, request)
 
+    @torch.no_grad()
     def hold_prompt(self, prompt: Sequence[int]) -> Request:
         """Computes a prompt without continuing it: its pages stay for requests that
         `share_prefix_with` the result, until that is aborted."""
@@ -125,6 +126,7 @@ class SpeculativeDecoder:
         self.running.remove(request)
         return request
 
+    @torch.no_grad()
     def step(self) -> list[tuple[Request, list[int]]]:
         """One iteration of every running request; the tokens that each emitted."""
         self._admit()
