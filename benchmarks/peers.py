@@ -13,6 +13,7 @@ import torch
 from harness import Contender
 from torch import Tensor
 from torch.nn import functional
+from torch_baselines import causal_bias, pack_rows, sdpa_packed
 
 KeysValues = Sequence[tuple[Tensor, Tensor]]
 
@@ -83,9 +84,7 @@ def contiguous(cache: Tensor, block_table: Tensor) -> Tensor:
 
 def pack_heads(q: Tensor, batch: int, num_heads_kv: int) -> Tensor:
     """(total_q, num_heads_q, head_dim) to (batch, num_heads_kv, rows * group, head_dim): K is read once."""
-    rows, group = q.shape[0] // batch, q.shape[1] // num_heads_kv
-    packed = q.view(batch, rows, num_heads_kv, group, q.shape[2]).transpose(1, 2)
-    return packed.reshape(batch, num_heads_kv, rows * group, q.shape[2])
+    return pack_rows(q.view(batch, -1, *q.shape[1:]), num_heads_kv)
 
 
 def unpack_heads(packed: Tensor, rows: int) -> Tensor:
@@ -95,33 +94,23 @@ def unpack_heads(packed: Tensor, rows: int) -> Tensor:
     return unpacked.reshape(batch * rows, num_heads_kv * group, head_dim)
 
 
-def causal_bias(rows: int, group: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(rows * group, tokens): -inf where a packed row must not look, aligned to the bottom right."""
-    positions = torch.arange(tokens, device=device)
-    last_seen = torch.arange(tokens - rows, tokens, device=device).repeat_interleave(group)
-    hidden = positions[None, :] > last_seen[:, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-
-
-def sdpa_packed(q: Tensor, caches: KeysValues, rows: int) -> Contender:
+def dense_sdpa(q: Tensor, caches: KeysValues, rows: int) -> Contender:
     """torch SDPA with a group's heads packed into the rows; K and V as `contiguous` makes them."""
     batch, num_heads_kv, tokens, _ = caches[0][0].shape
-    packed = pack_heads(q, batch, num_heads_kv)
-    group = packed.shape[2] // rows
-    bias = causal_bias(rows, group, tokens, q.dtype, q.device) if rows > 1 else None
-    attend = functional.scaled_dot_product_attention
+    query = q.view(batch, rows, *q.shape[1:])
+    bias = causal_bias(rows, q.shape[1] // num_heads_kv, tokens, q.dtype)
     return Contender(
-        bind(lambda keys, values: attend(packed, keys, values, attn_mask=bias), caches),
-        lambda: unpack_heads(attend(packed, *caches[0], attn_mask=bias), rows),
+        bind(lambda keys, values: sdpa_packed(query, keys, values, bias), caches),
+        lambda: unpack_heads(sdpa_packed(query, *caches[0], bias), rows),
     )
 
 
 def bmm_softmax_bmm(q: Tensor, caches: KeysValues, rows: int) -> Contender:
-    """Two batched products around a softmax, heads packed; the causal bias touches only the last columns."""
+    """Two batched products around a softmax, packed; cheaper than a full mask, the causal bias touches only
+    the last columns."""
     batch, num_heads_kv, _, head_dim = caches[0][0].shape
     packed = pack_heads(q, batch, num_heads_kv).flatten(0, 1) * head_dim**-0.5
-    group = packed.shape[1] // rows
-    bias = causal_bias(rows, group, rows, q.dtype, q.device) if rows > 1 else None
+    bias = causal_bias(rows, packed.shape[1] // rows, rows, q.dtype)
 
     def attend(keys: Tensor, values: Tensor) -> Tensor:
         scores = torch.bmm(packed, keys.flatten(0, 1).transpose(1, 2))
@@ -184,5 +173,7 @@ def dense_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     group = num_heads_q // num_heads_kv
     packed = pack_heads(q.float(), 1, num_heads_kv)[0]
     scores = packed @ keys.float().permute(1, 2, 0) * head_dim**-0.5
-    scores[..., -rows:] += causal_bias(rows, group, rows, torch.float32, q.device)
+    bias = causal_bias(rows, group, rows, torch.float32)
+    if bias is not None:
+        scores[..., -rows:] += bias.to(q.device)
     return unpack_heads((scores.softmax(-1) @ values.float().transpose(0, 1))[None], rows)

@@ -19,8 +19,8 @@ from peers import (
     bmm_softmax_bmm,
     contiguous,
     dense_attention,
+    dense_sdpa,
     sdpa_cudnn,
-    sdpa_packed,
 )
 from torch import Tensor
 
@@ -157,7 +157,7 @@ def _with_peers(case: Case, fa3: FlashAttention3 | None, bench: Bench) -> Setup:
                 for keys, values in problem.caches
             ]
 
-        peers["torch SDPA"] = lambda: sdpa_packed(problem.q, dense(), case.rows)
+        peers["torch SDPA"] = lambda: dense_sdpa(problem.q, dense(), case.rows)
         peers["torch bmm"] = lambda: bmm_softmax_bmm(problem.q, dense(), case.rows)
     else:
         if fa3 is not None:
