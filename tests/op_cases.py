@@ -86,7 +86,11 @@ def fill_slots(cache: Tensor, slots: Tensor, values: Tensor) -> None:
 
 def make_descale(kind: str, batch: int, heads: int, generator: torch.Generator) -> Tensor | None:
     shape = {"none": None, "one": (1,), "head": (heads,), "request": (batch, heads)}[kind]
-    return None if shape is None else torch.rand(shape, generator=generator) + 0.25
+    if shape is None:
+        return None
+    factors = torch.rand(shape, generator=generator) + 0.25
+    # Of two dimensions, the first is the contiguous one.
+    return factors.T.contiguous().T if factors.ndim == 2 else factors
 
 
 @dataclass
@@ -127,7 +131,10 @@ class PagedCase:
             slots = slot_of(table[b], positions, self.page_size).to(self.device)
             for cache in (self.k_cache, self.v_cache):
                 fill_slots(cache, slots, self.random(len(positions), *shape[2:]))
-        self.block_table = self.put(table.to(torch.int32))
+        if self.layout in ("sliced", "cross_layer"):  # the table is part of a wider one
+            beyond = torch.full((self.batch, 3), GARBAGE_PAGES[1])
+            table = torch.cat([table, beyond], 1)
+        self.block_table = self.put(table.to(torch.int32))[:, :width]
         self.seqused_k = int32(self.lengths, self.device)
         self.k_descale = self.put(make_descale(self.descale, self.batch, self.heads_kv, self.generator))
         self.v_descale = self.put(make_descale(self.descale, self.batch, self.heads_kv, self.generator))
@@ -317,8 +324,13 @@ class SparseCase(PagedCase):
                 lengths[b, head] = len(tokens)
         if not self.per_head:
             indices, lengths = indices[:, 0], lengths[:, 0]
-        self.indices = self.put(indices.to(torch.int32))
+        if self.strided:  # lists and their lengths are parts of wider tensors
+            beyond = torch.full((*indices.shape[:-1], 5), GARBAGE_PAGES[1])
+            indices, lengths = torch.cat([indices, beyond], -1), torch.stack([lengths, lengths + 9], -1)
+        self.indices = self.put(indices.to(torch.int32))[..., :max_k]
         self.topk_length = self.put(lengths.to(torch.int32))
+        if self.strided:
+            self.topk_length = self.topk_length[..., 0]
 
     @property
     def args(self) -> tuple[Tensor, ...]:

@@ -277,6 +277,16 @@ def test_page_stride_beyond_32_bits(device: torch.device) -> None:
     assert_same_bits(got[0], expected[0], "out by slots")
 
 
+def test_long_context(device: torch.device) -> None:
+    length = 2**20 if device.type == "cuda" else 150_000
+    check_sparse(
+        SparseCase(
+            seed=12, device=device, dtype=torch.bfloat16, heads_q=2, heads_kv=1, page_size=256,
+            lengths=(length, 3), counts=(length // 15, 1), tail_starts=(length - 8, 2),
+        )
+    )  # fmt: skip
+
+
 # Integration with torch.
 
 

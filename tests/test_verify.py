@@ -340,6 +340,16 @@ def test_page_stride_beyond_32_bits(device: torch.device) -> None:
         assert_same_bits(getattr(got, field), getattr(expected, field), field)
 
 
+def test_long_context(device: torch.device) -> None:
+    length = 2**20 if device.type == "cuda" else 150_000
+    check_verify(
+        VerifyCase(
+            seed=12, device=device, dtype=torch.bfloat16, heads_q=2, heads_kv=1, page_size=256,
+            lengths=(length, 3), q_lens=(2, 1), dump="token",
+        )
+    )  # fmt: skip
+
+
 def test_dumped_rows_beyond_32_bits(device: torch.device) -> None:
     """The logits of the last request start beyond 2^31 elements."""
     lengths, q_lens = (20, 20, 20), (2, 2, 2)
