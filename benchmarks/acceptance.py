@@ -1,10 +1,11 @@
 """Which selection drafts best: accepted drafts per iteration, by policy, gamma, budget and kind of text.
 
-forced: drafts are made and verified as usual, then the given continuation is committed, so that every configuration
-sees the same natural text (a small model's own greedy text loops). free: the model's own text, sampled.
+forced: drafts are made and verified as usual, then the given continuation is committed, so that every
+configuration sees the same natural text (a small model's own greedy text loops). free: the model's own
+text, sampled.
 
-All configurations of a text share its prompt's pages and run as one batch. Needs a model folder and a folder of texts
-whose last tokens are the continuation.
+All configurations of a text share its prompt's pages and run as one batch. Needs a model folder and a
+folder of texts whose last tokens are the continuation.
 """
 
 from __future__ import annotations
