@@ -1,0 +1,52 @@
+"""The programs of examples/ and the code of the README run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vegas_ops
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_example_runs(path: Path) -> None:
+    package = Path(vegas_ops.__file__).parents[1]
+    result = subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(package), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+    if path.stem == "loop":
+        assert "identical: True" in result.stdout
+
+
+def test_readme_code_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    ops = [block for block in blocks if "vegas_ops." in block]
+    assert len(ops) >= 3
+    names: dict[str, Any] = {}
+    for block in ops[:3]:
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["out"].shape == (2, 8, 64)
+    assert torch.isfinite(names["out"]).all()
+    assert names["length"].tolist() == [32, 32]
+
+
+def test_documents_link_to_files_that_exist() -> None:
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
+            if not target.startswith(("http:", "https:", "mailto:")):
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"
