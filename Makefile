@@ -41,6 +41,7 @@ $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	  $(BIN)/python -m pip --disable-pip-version-check install --quiet --editable ".[test]"
 	touch $@
 
+# Not as an extra of the package: that would build it once more.
 $(VENV)/.lint: $(VENV)/.installed
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet ".[lint]"
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet ruff mypy clang-format
 	touch $@

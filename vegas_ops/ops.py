@@ -8,9 +8,10 @@ Conventions: integer tensors are int32 on the first argument's device. ``k_cache
 are views ``(num_pages, page_size, num_heads_kv, head_dim)`` with any page, token and head strides
 (last dimension contiguous, rows 16-byte aligned). Query head ``h`` uses KV head ``h // group`` with
 ``group = num_heads_q // num_heads_kv``. Table entries at or beyond ``ceil(length / page_size)`` and
-cache slots at or beyond a length are never touched. A page id or index that is negative or outside the cache within
-the counted range is skipped as if masked. A row that sees no key yields out 0 and lse -inf.
-NaN in visible data propagates. Bad arguments raise ``ValueError``, naming the argument.
+cache slots at or beyond a length are never touched. A page id or index that is negative or outside the
+cache within the counted range is skipped as if masked. A row that sees no key yields out 0 and lse -inf.
+NaN in visible data propagates. Bad arguments raise an error that names the argument: ``ValueError``,
+or ``TypeError`` and ``RuntimeError`` for what has another type.
 """
 
 from __future__ import annotations
