@@ -96,4 +96,4 @@ if __name__ == "__main__":
         plain, steps = decode(gamma=0)
         output, rounds = decode(GAMMA)
     print(tokenizer.decode(output))
-    print(f"{NEW_TOKENS} tokens: {steps} plain steps, or {rounds} verifications; identical: {output == plain}")
+    print(f"{NEW_TOKENS} tokens: {steps} plain steps or {rounds} verifications; identical: {output == plain}")

@@ -102,17 +102,19 @@ def test_bench_runs_what_the_repository_has(
     assert status == 2 and "clone it" in err
     folder.mkdir()
     (folder / "helper_of_benchmarks.py").write_text("WORD = 'measured'\n")
-    for name in ("verify", "selection"):
+    for name in ("verify", "selection", "acceptance"):
         (folder / f"{name}.py").write_text(
             f"import helper_of_benchmarks\n\ndef main(argv):\n"
             f"    print('{name}', helper_of_benchmarks.WORD, argv)\n    return 3 if argv else 0\n"
         )
-    assert run(capsys, "bench")[:2] == (0, "selection measured []\nverify measured []\n")
+    # Without a name those of the ops alone: others cannot do without arguments.
+    assert run(capsys, "bench")[:2] == (0, "verify measured []\nselection measured []\n")
     status, out, _ = run(capsys, "bench", "select", "--quick", "--help")
     assert (status, out) == (3, "selection measured ['--quick', '--help']\n")
     assert run(capsys, "bench", "--quick")[1].count("['--quick']") == 2
+    assert run(capsys, "bench", "acceptance", "--all")[1] == "acceptance measured ['--all']\n"
     status, _, err = run(capsys, "bench", "nothing")
-    assert status == 2 and "`name` must be one of selection, verify" in err
+    assert status == 2 and "`name` must be one of acceptance, selection, verify" in err
 
 
 @pytest.mark.parametrize(

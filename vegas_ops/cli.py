@@ -20,6 +20,7 @@ DEMO_POLICY = "vegas"
 DEMO_NEW_TOKENS = 256
 
 _BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+_OP_BENCHMARKS = ("verify", "selection", "sparse")  # need no arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         help="run the benchmarks of the repository",
         usage="vegas-ops bench [NAME] [options of the benchmark]",
-        description="Runs benchmarks/NAME.py (the beginning of a name will do), or all: "
-        + (", ".join(_benchmark_names()) or "none in this installation"),
+        description="Runs benchmarks/NAME.py (the beginning of a name will do), or those of the three ops. "
+        "Names: " + (", ".join(_benchmark_names()) or "none in this installation"),
     )
     bench.set_defaults(run=_bench)
     return parser
@@ -289,7 +290,9 @@ def _bench(args: argparse.Namespace) -> int:
             "install with `pip install --editable .` and run `vegas-ops bench` again"
         )
     options = list(args.rest)
-    if options and not options[0].startswith("-"):
+    if not options or options[0].startswith("-"):
+        names = [name for name in _OP_BENCHMARKS if name in names]
+    else:
         wanted = options.pop(0)
         names = [wanted] if wanted in names else [name for name in names if name.startswith(wanted)]
         if len(names) != 1:
