@@ -22,10 +22,10 @@ OnText = Callable[[str], None]
 
 @dataclass
 class Run:
-    """What continuing one text took. The clock starts at the first token, after the prompt."""
+    """What continuing one text took."""
 
     request: Request
-    seconds: float
+    seconds: float  # of decoding alone: from the first token on, showing text left out
     # (layers[, num_heads_kv], width) token indices that each round of drafts attended to
     selections: list[torch.Tensor] = field(default_factory=list)
 
@@ -91,25 +91,25 @@ class Session:
         return SpeculativeDecoder(model, cache, prefill_chunk=PREFILL_CHUNK)
 
     def run(self, decoder: SpeculativeDecoder, request: Request, on_text: OnText | None = None) -> Run:
-        """Decodes one request to its end."""
+        """Decodes one request to its end; ValueError where the model's logits are not finite."""
         push = self.tokenizer.stream()
         decoder.add(request)
-        start = end = perf_counter()
+        seconds = 0.0
         selections: list[torch.Tensor] = []
         while not request.finished:
             if request.gamma and request.selection is not None:
                 selections.append(request.selection.indices)
             before = len(request.output)
+            start = perf_counter()
             decoder.step()
-            end = perf_counter()
+            if before:
+                seconds += perf_counter() - start
             new = request.output[before:]
-            if not before and new:
-                start = end
             if on_text is not None and new:
                 on_text(push(new))
         if request.finish_reason == "error":
-            raise RuntimeError(f"decoding failed: {request.error}")
-        return Run(request, end - start, selections)
+            raise ValueError(f"decoding failed: {request.error}")
+        return Run(request, seconds, selections)
 
 
 def printable(text: str) -> str:
