@@ -107,6 +107,8 @@ def test_lengths_are_checked():
         cache.share_prefix(sequence, 1)
     with pytest.raises(ValueError, match="`page_size` must be at least 1, got 0"):
         make(page_size=0)
+    with pytest.raises(ValueError, match="`v_scale` must be finite and > 0, got 0"):
+        make(v_scale=0)
 
 
 @settings(max_examples=60, deadline=None)

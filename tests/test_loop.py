@@ -418,6 +418,55 @@ def test_draft_bytes_count_the_list_and_the_tail(model):
     assert request.statistics.verify_bytes == 94 * decoder.cache.bytes_per_token
 
 
+def test_pages_of_another_cache_are_not_shared(model, plain):
+    elsewhere = decoder_of(model).hold_prompt(PROMPTS[3])
+    decoder = decoder_of(model)
+    with pytest.raises(ValueError, match="`share_prefix_with` must run in the same cache"):
+        decoder.add(Request(PROMPTS[3], share_prefix_with=elsewhere))
+    with pytest.raises(ValueError, match="`source` must be a sequence of this cache"):
+        decoder.cache.share_prefix(elsewhere.sequence, 9)
+
+
+def test_the_output_survives_changes_of_the_prompt(model, plain):
+    text = list(PROMPTS[2])
+    request = Request(text, max_new_tokens=40, **SMALL)
+    text += decode(model, [request])[0]
+    assert request.output == plain[2]
+
+
+def test_an_interrupted_prompt_starts_anew(model, plain):
+    decoder = decoder_of(model)
+    request = decoder.add(Request(PROMPTS[3], max_new_tokens=40, **SMALL))
+    other = Request(PROMPTS[2], max_new_tokens=40, **SMALL)
+
+    def interrupt(request, done, total):
+        if 32 <= done < 64:
+            raise KeyboardInterrupt
+
+    decoder.on_prompt = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        decoder.step()
+    assert decoder.running == [] and decoder.cache.num_free_pages == decoder.cache.k.shape[1]
+    decoder.on_prompt = None
+    decoder.run()
+    assert request.output == plain[3]
+    unwanted = decoder.add(Request(PROMPTS[3], **SMALL))
+    decoder.on_prompt = lambda r, *_: decoder.abort(r) if r is unwanted else None
+    assert decoder.generate([other]) == [plain[2]] and unwanted.finish_reason == "abort"
+    assert decoder.cache.num_free_pages == decoder.cache.k.shape[1]
+
+
+@pytest.mark.parametrize("budget", [(0.0, 0), (0.0, 1), (1.0, 0)], ids=str)
+def test_budgets_of_nothing_and_of_everything(model, plain, budget):
+    ratio, min_tokens = budget
+    requests = [
+        Request(p, policy=policy, gamma=3, ratio=ratio, min_tokens=min_tokens, max_new_tokens=40)
+        for policy in POLICY_SAMPLE
+        for p in PROMPTS
+    ]
+    assert decode(model, requests, num_tokens=40_000) == plain * len(POLICY_SAMPLE)
+
+
 def test_bad_requests_name_the_argument(model):
     for options in ({"gamma": -1}, {"max_new_tokens": -1}, {"ratio": 1.5}, {"min_tokens": -2}):
         with pytest.raises(ValueError, match=f"`{next(iter(options))}` must"):
@@ -436,6 +485,17 @@ def test_bad_requests_name_the_argument(model):
     request = decoder.add(Request([1]))
     with pytest.raises(ValueError, match="`request` must be new"):
         decoder.add(request)
+    with pytest.raises(ValueError, match="`request` must be running"):
+        decoder.preempt(request)
+    for options, message in (
+        ({"prompt": [1, 64]}, "`prompt` must hold token ids below 64, got 64"),
+        ({"prompt": [-1]}, "`prompt` must hold token ids below 64, got -1"),
+        ({"prompt": [1], "forced_tokens": [5, 99]}, "`forced_tokens` must hold token ids below 64, got 99"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder.add(Request(**options))
+    with pytest.raises(TypeError, match=r"`policy` must be a Policy, .*got 'vegas'"):
+        Request([1], policy="vegas")
     decoder.abort(request)
     decoder.abort(request)
     assert (request.finish_reason, decoder.waiting, decoder.running) == ("abort", [], [])

@@ -20,10 +20,8 @@ from vegas_ops.speculative import (
     TopkOracle,
     Vegas,
 )
-from vegas_ops.speculative.policies import budget
+from vegas_ops.speculative.policies import ROWS, SCORES, budget
 
-SCORES = ("logit", "weight", "group", "group-stale")
-ROWS = ("collect-2", "collect-all", "last")
 ABLATION = [
     Vegas(score, rows, ahead, per_kv_head)
     for score, rows, ahead, per_kv_head in itertools.product(SCORES, ROWS, (0, 1, 2), (False, True))
@@ -50,6 +48,12 @@ def test_the_dump_of_each_policy():
         "vegas", "vegas-lookahead", "streaming", "random", "topk-oracle", "full"
     }  # fmt: skip
     assert len({p.name for p in ABLATION}) == len(ABLATION)
+
+
+@pytest.mark.parametrize(("name", "value"), [("score", "sum"), ("rows", "first"), ("look_ahead", -1)])
+def test_bad_policies_name_the_argument(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must .*got {value!r}"):
+        Vegas(**{name: value})
 
 
 class Recorder(TinyModel):

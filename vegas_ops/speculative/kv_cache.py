@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 
 import torch
@@ -47,10 +48,12 @@ def _power_of_2(n: int) -> int:
 class CacheSequence:
     """The pages of one request. `length` counts the tokens whose K and V are valid."""
 
-    def __init__(self, max_pages: int, device: torch.device) -> None:
+    def __init__(self, cache: PagedKVCache) -> None:
+        self.cache = cache
         self.pages: list[int] = []
         self.length = 0
-        self.table = torch.full((max_pages,), -1, dtype=torch.int32, device=device)
+        max_pages = cache._pages_of(cache.max_length)
+        self.table = torch.full((max_pages,), -1, dtype=torch.int32, device=cache.device)
 
 
 class PagedKVCache:
@@ -79,6 +82,9 @@ class PagedKVCache:
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
             if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}")
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if not 0 < scale < math.inf:
+                raise ValueError(f"`{name}` must be finite and > 0, got {scale}")
         shape = (num_layers, num_pages, page_size, num_heads_kv, head_dim)
         self.device = torch.device(device)
         self.workspaces = Workspaces(self.device)
@@ -108,7 +114,7 @@ class PagedKVCache:
         return -(-length // self.page_size)
 
     def new_sequence(self) -> CacheSequence:
-        return CacheSequence(self._pages_of(self.max_length), self.device)
+        return CacheSequence(self)
 
     def share_prefix(self, source: CacheSequence, length: int) -> CacheSequence:
         """A sequence that starts with the whole pages of `source`'s first `length` tokens.
@@ -116,6 +122,8 @@ class PagedKVCache:
         Its `length` is `length` rounded down to whole pages, so that neither ever writes into a
         shared page. Nothing is copied.
         """
+        if source.cache is not self:
+            raise ValueError("`source` must be a sequence of this cache, got one of another")
         if not 0 <= length <= source.length:
             raise ValueError(f"`length` must be in [0, {source.length}], got {length}")
         shared = source.pages[: length // self.page_size]

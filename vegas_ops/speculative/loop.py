@@ -75,6 +75,8 @@ class SpeculativeDecoder:
             )
         if cache.k.dtype not in (model.dtype, torch.float8_e4m3fn):
             raise ValueError(f"`cache` must be {model.dtype} or fp8, got {cache.k.dtype}")
+        if cache.device.type != model.device.type:
+            raise ValueError(f"`cache` must be on {model.device} like the model, got {cache.device}")
         if prefill_chunk < 1:
             raise ValueError(f"`prefill_chunk` must be at least 1, got {prefill_chunk}")
         self.model, self.cache = model, cache
@@ -94,6 +96,13 @@ class SpeculativeDecoder:
                 f"`prompt` must be shorter than the context of {self.max_position}, "
                 f"got {len(request.prompt)} tokens"
             )
+        for name, ids in (("prompt", request.prompt), ("forced_tokens", request.forced_tokens or ())):
+            bad = next((token for token in ids if not 0 <= token < self.model.vocab_size), None)
+            if bad is not None:
+                raise ValueError(f"`{name}` must hold token ids below {self.model.vocab_size}, got {bad}")
+        source = request.share_prefix_with
+        if source is not None and source.sequence is not None and source.sequence.cache is not self.cache:
+            raise ValueError("`share_prefix_with` must run in the same cache, got a request of another")
         self.waiting.append(request)
         if len(request.tokens) >= request.max_length(self.max_position):
             self._finish(request, "length")
@@ -109,6 +118,8 @@ class SpeculativeDecoder:
 
         Its selection stays, as token indices, so its drafts go on as if nothing had happened.
         """
+        if request not in self.running:
+            raise ValueError("`request` must be running, got one that is not")
         self.running.remove(request)
         self._release(request)
         self.waiting.insert(0, request)
@@ -273,16 +284,21 @@ class SpeculativeDecoder:
                     return
                 self._finish(request, "error", f"the cache is too small: {error}")
                 continue
-            self.waiting.pop(0)
             request.sequence = sequence
-            self.running.append(request)
-            self._prefill(request)
+            try:
+                self._prefill(request)
+            except BaseException:
+                self._release(request)  # half a prompt must not be continued
+                raise
+            if not request.finished:  # `on_prompt` may have aborted it
+                self.waiting.remove(request)
+                self.running.append(request)
 
     def _prefill(self, request: Request) -> None:
         """K and V of every token but the pending one."""
         start, sequence, end = self._now(), request.sequence, len(request.tokens) - 1
         assert sequence is not None
-        while sequence.length < end:
+        while sequence.length < end and not request.finished:
             begin = sequence.length
             n = min(self.prefill_chunk, end - begin)
             context = PrefillContext(self.model, self.cache, request, n)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ from vegas_ops.speculative.kv_cache import Workspaces
 from vegas_ops.speculative.sampling import SELECT, uniform
 
 NUM_SINKS = 4  # StreamingLLM's first tokens
+
+Score = Literal["logit", "weight", "group", "group-stale"]
+RowMode = Literal["collect-2", "collect-all", "last"]
+SCORES: tuple[Score, ...] = get_args(Score)
+ROWS: tuple[RowMode, ...] = get_args(RowMode)
 
 
 class Selection(NamedTuple):
@@ -178,10 +183,17 @@ class Vegas(Policy):
     per_kv_head: a list for each KV head instead of one per layer.
     """
 
-    score: Literal["logit", "weight", "group", "group-stale"] = "logit"
-    rows: Literal["collect-2", "collect-all", "last"] = "collect-2"
+    score: Score = "logit"
+    rows: RowMode = "collect-2"
     look_ahead: int = 0
     per_kv_head: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("score", SCORES), ("rows", ROWS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.look_ahead < 0:
+            raise ValueError(f"`look_ahead` must be >= 0, got {self.look_ahead}")
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -93,14 +93,18 @@ class Request:
     error: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        # A copy: `output` is what follows it, also if the caller goes on with the list.
+        self.prompt = [int(t) for t in self.prompt]
         if not self.prompt:
             raise ValueError("`prompt` must hold at least one token, got none")
+        if not isinstance(self.policy, Policy):
+            raise TypeError(f"`policy` must be a Policy, such as POLICIES['vegas'], got {self.policy!r}")
         for name in ("gamma", "max_new_tokens", "min_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must be >= 0, got {getattr(self, name)}")
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"`ratio` must be in [0, 1], got {self.ratio}")
-        self.tokens = [int(t) for t in self.prompt]
+        self.tokens = list(self.prompt)
         seed = self.sampling.seed
         self.seed = signed64(random.getrandbits(64) if seed is None else seed)
 

@@ -133,7 +133,7 @@ class RepetitionPenalty:
     """Divides positive and multiplies negative logits of the tokens in the history by `penalty`."""
 
     def __init__(self, penalty: float) -> None:
-        if penalty <= 0:
+        if not penalty > 0:
             raise ValueError(f"`penalty` must be > 0, got {penalty}")
         self.penalty = penalty
 
