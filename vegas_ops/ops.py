@@ -233,7 +233,7 @@ def flash_attn_with_logit_dump(
             untouched; default 3. A one-row request fills every asked plane; sums take the row once.
         dump_len: (batch,) int32 candidates to dump; default ``seqused_k - q_len + 1``.
         batch_invariant: a request's result does not depend on the rest of the batch, bit for bit.
-        num_splits: splits of the key range; 0 chooses.
+        num_splits: splits of the key range; 0 chooses. On CUDA, more than 16 act as 16.
         scheduler_metadata: from :func:`build_scheduler_metadata`; unused by this release's kernels.
         out: (total_q, num_heads_q, head_dim), q's dtype.
         lse: (num_heads_q, total_q) fp32, contiguous.
@@ -495,7 +495,7 @@ def sparse_paged_decode(
         k_descale: as in :func:`flash_attn_with_logit_dump`.
         v_descale: likewise.
         batch_invariant: a request's result does not depend on the rest of the batch, bit for bit.
-        num_splits: splits of the list; 0 chooses.
+        num_splits: splits of the list; 0 chooses. On CUDA, more than 16 act as 16.
         scheduler_metadata: from :func:`build_scheduler_metadata`; unused by this release's kernels.
         out: (batch, num_heads_q, head_dim), q's dtype.
         lse: (num_heads_q, batch) fp32, contiguous.

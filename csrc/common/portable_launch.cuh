@@ -40,6 +40,9 @@ cudaError_t launch_attention(Kernel kernel, int64_t ctas, cudaStream_t stream, c
   const int bytes = SharedTile<T>::bytes(stages);
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
+  // Left alone, the driver may give an SM's memory to the L1 cache and leave room for one CTA.
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(ctas), kThreads, bytes, stream>>>(args..., stages);
   return cudaGetLastError();
 }

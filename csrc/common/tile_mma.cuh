@@ -20,15 +20,20 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kTileKeys = 16;  // keys that one warp takes per step
 constexpr int kMaxStages = 4;
 
-// One attention kernel: query type, whether the cache is fp8_e4m3, the padded head dimension, and how many
-// 16-row tiles of packed query rows a CTA holds.
-template <class Element_, bool kFp8_, int kHeadDim_, int kRowTiles_>
+// One attention kernel: query type, whether the cache is fp8_e4m3, the padded head dimension, how many 16-row
+// tiles of packed query rows a warp holds, and whether the warps of a CTA share keys and split rows, or share
+// rows and split keys.
+template <class Element_, bool kFp8_, int kHeadDim_, int kRowTiles_, bool kSplitRows_ = false>
 struct Traits {
   using Element = Element_;
   static constexpr bool kFp8 = kFp8_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowTiles = kRowTiles_;
-  static constexpr int kRows = 16 * kRowTiles;
+  static constexpr bool kSplitRows = kSplitRows_;
+  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kRows = kSplitRows ? kWarps * kWarpRows : kWarpRows;
+  // Tiles of keys that a warp attends together, as registers allow.
+  static constexpr int kKeyTiles = kSplitRows && kRowTiles * kHeadDim <= 128 ? 2 : 1;
   static constexpr int kCacheBytes = kFp8 ? 1 : 2;
   static constexpr int kSegments = kHeadDim * kCacheBytes / 16;  // 16-byte segments of a cache row
   static constexpr int kTileBytes = kTileKeys * kSegments * 16;
@@ -154,19 +159,21 @@ struct QueryFragments {
   static constexpr int kSteps = T::kHeadDim / 16;
   uint32_t kept[T::kQueryInRegisters ? T::kRowTiles : 1][T::kQueryInRegisters ? kSteps : 1][4];
   QueryTile<T> tile;
+  int first_tile;  // of the warp's rows
 
-  __device__ __forceinline__ explicit QueryFragments(QueryTile<T> query) : tile(query) {
+  __device__ __forceinline__ explicit QueryFragments(QueryTile<T> query)
+      : tile(query), first_tile(T::kSplitRows ? threadIdx.x / 32 * T::kRowTiles : 0) {
     if constexpr (T::kQueryInRegisters) {
 #pragma unroll
       for (int m = 0; m < T::kRowTiles; ++m) {
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k) tile.fragment(kept[m][k], m, k);
+        for (int k = 0; k < kSteps; ++k) tile.fragment(kept[m][k], first_tile + m, k);
       }
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&scores)[T::kRowTiles][2][4], const uint32_t (&keys)[2][2],
-                                           int k_step) const {
+  __device__ __forceinline__ void multiply(float (&scores)[T::kKeyTiles][T::kRowTiles][2][4],
+                                           const uint32_t (&keys)[T::kKeyTiles][2][2], int k_step) const {
 #pragma unroll
     for (int m = 0; m < T::kRowTiles; ++m) {
       uint32_t a[4];
@@ -174,45 +181,59 @@ struct QueryFragments {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = kept[m][k_step][i];
       } else {
-        tile.fragment(a, m, k_step);
+        tile.fragment(a, first_tile + m, k_step);
       }
 #pragma unroll
-      for (int n = 0; n < 2; ++n) mma<typename T::Element>(scores[m][n], a, keys[n][0], keys[n][1]);
+      for (int t = 0; t < T::kKeyTiles; ++t) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) mma<typename T::Element>(scores[t][m][n], a, keys[t][n][0], keys[t][n][1]);
+      }
     }
   }
 };
 
-// Raw products q.k of all rows with the 16 keys of a tile.
+// Raw products q.k of all rows with the keys of kKeyTiles tiles, `tile_distance` bytes apart.
 template <class T>
-__device__ __forceinline__ void multiply_keys(float (&scores)[T::kRowTiles][2][4], const QueryFragments<T>& query,
-                                              const char* k_tile) {
+__device__ __forceinline__ void multiply_keys(float (&scores)[T::kKeyTiles][T::kRowTiles][2][4],
+                                              const QueryFragments<T>& query, const char* k_tile, int tile_distance) {
   using Element = typename T::Element;
   const int lane = threadIdx.x & 31;
   const int row = (lane & 7) + (lane >> 4) * 8;
   const int half = (lane >> 3) & 1;
 #pragma unroll
-  for (int m = 0; m < T::kRowTiles; ++m) {
+  for (int t = 0; t < T::kKeyTiles; ++t) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int m = 0; m < T::kRowTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[m][n][i] = 0.0f;
+      for (int i = 0; i < 8; ++i) scores[t][m][i / 4][i % 4] = 0.0f;
     }
   }
 #pragma unroll
   for (int segment = 0; segment < T::kSegments; segment += 2) {
-    // r[2 * n + h]: keys 8n to 8n + 7 of segment + h
-    uint32_t r[4];
-    load_matrices(r, k_tile + swizzled<T::kSegments>(row, segment + half));
-    if constexpr (T::kFp8) {
+    // r[t][2 * n + h]: keys 8n to 8n + 7 of segment + h
+    uint32_t r[T::kKeyTiles][4];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32_t keys[2][2] = {{widen_fp8<Element>(r[h] & 0xffff), widen_fp8<Element>(r[h] >> 16)},
-                                     {widen_fp8<Element>(r[2 + h] & 0xffff), widen_fp8<Element>(r[2 + h] >> 16)}};
-        query.multiply(scores, keys, segment + h);
+    for (int t = 0; t < T::kKeyTiles; ++t) {
+      load_matrices(r[t], k_tile + t * tile_distance + swizzled<T::kSegments>(row, segment + half));
+    }
+    constexpr int kSteps = T::kFp8 ? 2 : 1;
+#pragma unroll
+    for (int h = 0; h < kSteps; ++h) {
+      uint32_t keys[T::kKeyTiles][2][2];
+#pragma unroll
+      for (int t = 0; t < T::kKeyTiles; ++t) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          if constexpr (T::kFp8) {
+            keys[t][n][0] = widen_fp8<Element>(r[t][2 * n + h] & 0xffff);
+            keys[t][n][1] = widen_fp8<Element>(r[t][2 * n + h] >> 16);
+          } else {
+            keys[t][n][0] = r[t][2 * n];
+            keys[t][n][1] = r[t][2 * n + 1];
+          }
+        }
       }
-    } else {
-      const uint32_t keys[2][2] = {{r[0], r[1]}, {r[2], r[3]}};
-      query.multiply(scores, keys, segment / 2);
+      query.multiply(scores, keys, T::kFp8 ? segment + h : segment / 2);
     }
   }
 }

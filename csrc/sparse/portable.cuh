@@ -163,7 +163,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int row = threadIdx.x; row < T::kRows; row += kThreads) shared.rows()[row] = {INT_MIN, INT_MAX, -1};
   };
   SoftmaxState<T> state;
-  attend(shared, keys, p.cache, scoring, NoDump{}, prepare, begin, ceil_div(end - begin, kTileKeys), stages, state);
+  attend(shared, keys, p.cache, scoring, NoDump{}, prepare, num_rows, begin, ceil_div(end - begin, kTileKeys), stages,
+         state);
 
   merge_warps(shared, state, num_rows, [&](int row, const RowNorm& norm, const auto& value) {
     if (plan.chunks == 1) {

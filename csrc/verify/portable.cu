@@ -26,11 +26,11 @@ __global__ void __launch_bounds__(kPlanThreads)
   make_plan(work, p.batch, rule, w);
 }
 
-// logits[b, key] = sum of the parts of KV heads and row tiles, in their order.
-__device__ void reduce_dump(const VegasVerifyParams& p, const PlanWorkspace& w, int tile_rows, int token_tiles, int b,
+// logits[b, key] = sum of the parts of KV heads and their warps' rows, in their order.
+__device__ void reduce_dump(const VegasVerifyParams& p, const PlanWorkspace& w, int warp_rows, int token_tiles, int b,
                             int part, int parts) {
   const VerifyRequest request(p, b);
-  const int tiles = p.dump == VEGAS_DUMP_TOKEN ? request.token_tiles(p, tile_rows) : 1;
+  const int tiles = p.dump == VEGAS_DUMP_TOKEN ? request.token_tiles(p, warp_rows) : 1;
   float* logits = static_cast<float*>(p.logits) + b * p.logits_stride[0];
   const float* sums = w.dump + int64_t{b} * p.cache.num_heads_kv * token_tiles * p.max_seqlen_k;
   for (int64_t key = int64_t{part} * kReduceThreads + threadIdx.x; key < request.dump_len;
@@ -54,10 +54,10 @@ __device__ void reduce_dump(const VegasVerifyParams& p, const PlanWorkspace& w, 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     verify_finish_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ PlanWorkspace w,
-                         int tile_rows, int token_tiles, int64_t merge_ctas, int reduce_parts) {
+                         int tile_rows, int warp_rows, int token_tiles, int64_t merge_ctas, int reduce_parts) {
   if (blockIdx.x >= merge_ctas) {
     const int64_t i = blockIdx.x - merge_ctas;
-    reduce_dump(p, w, tile_rows, token_tiles, static_cast<int>(i / reduce_parts), static_cast<int>(i % reduce_parts),
+    reduce_dump(p, w, warp_rows, token_tiles, static_cast<int>(i / reduce_parts), static_cast<int>(i % reduce_parts),
                 reduce_parts);
     return;
   }
@@ -78,19 +78,37 @@ __global__ void __launch_bounds__(kThreads)
                row_output<Element>(p, request, b, kv_head, packed_row));
 }
 
-int tile_rows_of(int head_dim) { return 16 * verify_row_tiles(padded_head_dim(head_dim)); }
-
-PlanBounds plan_bounds(int batch, int max_q_len, int64_t max_seqlen_k, int num_heads_q, int num_heads_kv, int head_dim,
-                       int guides, int64_t dump_floats) {
-  const int tile_rows = tile_rows_of(head_dim);
-  const int rows = max_q_len * (num_heads_q / num_heads_kv) + guides;
+PlanBounds plan_bounds(RowMapping mapping, int rows, int batch, int64_t max_seqlen_k, int num_heads_kv, int head_dim,
+                       int64_t dump_floats) {
+  const int tile_rows = mapping.tile_rows();
   return {
       batch,      ceil_div(rows, tile_rows), rows < tile_rows ? rows : tile_rows, num_heads_kv, head_dim, max_seqlen_k,
       dump_floats};
 }
 
-int token_tiles_of(int max_q_len, int group, int head_dim) {
-  return ceil_div((max_q_len < 2 ? max_q_len : 2) * group, tile_rows_of(head_dim));
+int token_tiles_of(RowMapping mapping, int max_q_len, int group) {
+  return ceil_div((max_q_len < 2 ? max_q_len : 2) * group, mapping.warp_rows());
+}
+
+// A call within the bounds may have fewer rows, and so any mapping up to the bounds' own.
+size_t workspace_for_rows(const VegasBounds& b) {
+  const int group = b.num_heads_q / b.num_heads_kv;
+  const int most_rows = b.max_q_len * group + 2;
+  const int own = row_mapping_for(most_rows, b.head_dim);
+  const int invariant = invariant_row_mapping(b.head_dim);
+  size_t most = 0;
+  for (int i = 0; i <= (own > invariant ? own : invariant); ++i) {
+    const RowMapping mapping = kRowMappings[i];
+    // Other mappings are chosen for rows that fit one tile only.
+    const bool any = i == own || i == invariant || mapping.tile_rows() > most_rows;
+    const int rows = any ? most_rows : mapping.tile_rows();
+    const int64_t dump_floats =
+        int64_t{b.max_batch} * b.num_heads_kv * token_tiles_of(mapping, b.max_q_len, group) * b.max_seqlen_k;
+    const size_t bytes = workspace_for_all_rules(
+        plan_bounds(mapping, rows, b.max_batch, b.max_seqlen_k, b.num_heads_kv, b.head_dim, dump_floats));
+    most = bytes > most ? bytes : most;
+  }
+  return most;
 }
 
 }  // namespace
@@ -105,11 +123,15 @@ int verify_portable(const VegasVerifyParams& p, void* stream_handle) {
   const int group = p.num_heads_q / p.cache.num_heads_kv;
   const bool guided = p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD;
   const bool summed = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT;
-  const int tile_rows = tile_rows_of(p.cache.head_dim);
-  const int token_tiles = p.dump == VEGAS_DUMP_TOKEN ? token_tiles_of(p.max_seqlen_q, group, p.cache.head_dim) : 1;
+  const int guides = guided ? 2 : 0;
+  const int rows = p.max_seqlen_q * group + guides;
+  const RowMapping mapping = kRowMappings[p.batch_invariant ? invariant_row_mapping(p.cache.head_dim)
+                                                            : row_mapping_for(rows, p.cache.head_dim)];
+  const int tile_rows = mapping.tile_rows();
+  const int token_tiles = p.dump == VEGAS_DUMP_TOKEN ? token_tiles_of(mapping, p.max_seqlen_q, group) : 1;
   const int64_t dump_floats = summed ? int64_t{p.batch} * p.cache.num_heads_kv * token_tiles * p.max_seqlen_k : 0;
-  const PlanBounds bounds = plan_bounds(p.batch, p.max_seqlen_q, p.max_seqlen_k, p.num_heads_q, p.cache.num_heads_kv,
-                                        p.cache.head_dim, guided ? 2 : 0, dump_floats);
+  const PlanBounds bounds =
+      plan_bounds(mapping, rows, p.batch, p.max_seqlen_k, p.cache.num_heads_kv, p.cache.head_dim, dump_floats);
   const SplitRule rule = split_rule(p.num_splits, p.batch_invariant);
   PlanWorkspace w;
   const size_t needed = lay_out(bounds, rule, static_cast<char*>(p.workspace), &w);
@@ -138,13 +160,13 @@ int verify_portable(const VegasVerifyParams& p, void* stream_handle) {
   cudaError_t error = cudaGetLastError();
   const bool fp16 = p.q_dtype == VEGAS_FLOAT16;
   if (error == cudaSuccess) {
-    error = fp16 ? launch_verify<__half>(p, w, units, token_tiles, stream)
-                 : launch_verify<__nv_bfloat16>(p, w, units, token_tiles, stream);
+    error = fp16 ? launch_verify<__half>(p, w, mapping, units, token_tiles, stream)
+                 : launch_verify<__nv_bfloat16>(p, w, mapping, units, token_tiles, stream);
   }
   if (error == cudaSuccess && finish_ctas > 0) {
     const auto kernel = fp16 ? verify_finish_kernel<__half> : verify_finish_kernel<__nv_bfloat16>;
-    kernel<<<static_cast<unsigned>(finish_ctas), kThreads, 0, stream>>>(p, w, tile_rows, token_tiles, merge_ctas,
-                                                                        reduce_parts);
+    kernel<<<static_cast<unsigned>(finish_ctas), kThreads, 0, stream>>>(p, w, tile_rows, mapping.warp_rows(),
+                                                                        token_tiles, merge_ctas, reduce_parts);
     error = cudaGetLastError();
   }
   if (error != cudaSuccess) {
@@ -156,11 +178,7 @@ int verify_portable(const VegasVerifyParams& p, void* stream_handle) {
 size_t verify_portable_workspace(const VegasBounds& b) {
   using namespace portable;
   if (b.max_batch <= 0 || b.max_q_len <= 0 || b.num_heads_kv <= 0 || b.head_dim > 256) return 0;
-  const int group = b.num_heads_q / b.num_heads_kv;
-  const int64_t dump_floats =
-      int64_t{b.max_batch} * b.num_heads_kv * token_tiles_of(b.max_q_len, group, b.head_dim) * b.max_seqlen_k;
-  return workspace_for_all_rules(
-      plan_bounds(b.max_batch, b.max_q_len, b.max_seqlen_k, b.num_heads_q, b.num_heads_kv, b.head_dim, 2, dump_floats));
+  return workspace_for_rows(b);
 }
 
 }  // namespace vegas_ops

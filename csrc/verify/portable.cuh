@@ -8,9 +8,6 @@
 
 namespace vegas_ops::portable {
 
-// Packed rows of a CTA, in 16-row tiles: accumulators of 256 columns leave room for one.
-__host__ __device__ constexpr int verify_row_tiles(int padded_head_dim) { return padded_head_dim <= 128 ? 2 : 1; }
-
 // The group of a KV head and q_len rows are packed into rows of one tile, those that are dumped first, so that
 // they share a tile: guide rows, then the heads of the first row, of the last row, and of all others.
 struct VerifyRequest {
@@ -69,9 +66,9 @@ struct VerifyRequest {
   }
   // Plane of the dump that guide row g stands for.
   __device__ int guide_plane(int g) const { return bits & VEGAS_FIRST_ROW ? g : 1; }
-  // Row tiles that hold rows counted by a token dump.
-  __device__ int token_tiles(const VegasVerifyParams& p, int tile_rows) const {
-    return ceil_div(min(q_len, 2) * (p.num_heads_q / p.cache.num_heads_kv), tile_rows);
+  // Warps' rows that hold rows counted by a token dump.
+  __device__ int token_tiles(const VegasVerifyParams& p, int warp_rows) const {
+    return ceil_div(min(q_len, 2) * (p.num_heads_q / p.cache.num_heads_kv), warp_rows);
   }
 };
 
@@ -146,7 +143,7 @@ struct PagedKeys {
 struct LogitDump {
   VegasDump kind;
   int length;  // keys at or beyond are not written
-  // token, token_weight: this CTA's part, and which keys are masked for a dumped row
+  // token, token_weight: the part of this warp's rows, and which keys are masked for a dumped row
   float* sums;
   int first_seen;
   int last_seen;
@@ -200,7 +197,7 @@ struct LogitDump {
     }
   }
 
-  // Sum over the dumped rows of the tile, in a fixed order.
+  // Sum over the dumped rows of the warp, in a fixed order.
   template <int kRowTiles>
   __device__ __forceinline__ void add_rows(const float (&x)[kRowTiles][2][4], const RowInfo* rows, int first_key,
                                            uint32_t valid) const {
@@ -312,9 +309,10 @@ __device__ inline void load_rows(const SharedTile<T>& shared, const VegasVerifyP
   }
 }
 
+// What a warp dumps: warp_tile numbers the rows of warps within the request.
 template <class T>
 __device__ inline LogitDump logit_dump(const VegasVerifyParams& p, const PlanWorkspace& w, const VerifyRequest& request,
-                                       int b, int kv_head, int row_tile, int token_tiles) {
+                                       int b, int kv_head, int warp_tile, int token_tiles) {
   LogitDump dump = {};
   dump.kind = p.dump;
   dump.length = request.dump_len;
@@ -326,9 +324,9 @@ __device__ inline LogitDump logit_dump(const VegasVerifyParams& p, const PlanWor
 
   const bool sums = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT;
   const bool guides = p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD;
-  if ((guides && row_tile > 0) || (sums && row_tile >= token_tiles)) dump.length = 0;
+  if ((guides && warp_tile > 0) || (sums && warp_tile >= token_tiles)) dump.length = 0;
   if (!sums) return dump;
-  dump.sums = w.dump + ((int64_t{b} * p.cache.num_heads_kv + kv_head) * token_tiles + row_tile) * p.max_seqlen_k;
+  dump.sums = w.dump + ((int64_t{b} * p.cache.num_heads_kv + kv_head) * token_tiles + warp_tile) * p.max_seqlen_k;
   dump.first_seen = 0;
   dump.last_seen = INT_MAX;
   for (int plane = 0; plane < 2; ++plane) {
@@ -381,10 +379,12 @@ __global__ void __launch_bounds__(kThreads, 2)
                     0};
   const Scoring scoring = {p.softmax_scale * descale_of(p.cache.k, b, kv_head), p.softcap, request.first_full_key,
                            request.last_full_key};
-  const LogitDump dump = logit_dump<T>(p, w, request, b, kv_head, unit.row_tile, token_tiles);
+  const int warp_tile = T::kSplitRows ? unit.row_tile * kWarps + threadIdx.x / 32 : unit.row_tile;
+  const LogitDump dump = logit_dump<T>(p, w, request, b, kv_head, warp_tile, token_tiles);
   const auto prepare = [&] { load_rows(shared, p, request, b, kv_head, first_row, num_rows); };
   SoftmaxState<T> state;
-  attend(shared, keys, p.cache, scoring, dump, prepare, begin, ceil_div(end - begin, kTileKeys), stages, state);
+  attend(shared, keys, p.cache, scoring, dump, prepare, num_rows, begin, ceil_div(end - begin, kTileKeys), stages,
+         state);
 
   merge_warps(shared, state, num_rows, [&](int row, const RowNorm& norm, const auto& value) {
     if (plan.chunks == 1) {

@@ -1,5 +1,6 @@
 #include "verify/portable_instances.cuh"
 
 namespace vegas_ops::portable {
-template cudaError_t launch_verify<__half>(const VegasVerifyParams&, const PlanWorkspace&, int64_t, int, cudaStream_t);
+template cudaError_t launch_verify<__half>(const VegasVerifyParams&, const PlanWorkspace&, RowMapping, int64_t, int,
+                                           cudaStream_t);
 }

@@ -7,27 +7,39 @@
 
 namespace vegas_ops::portable {
 
-template <class Element, bool kFp8, int kHeadDim>
+template <class Element, int kHeadDim, int kRowTiles, bool kSplitRows>
 cudaError_t launch_verify_instance(const VegasVerifyParams& p, const PlanWorkspace& w, int64_t units, int token_tiles,
                                    cudaStream_t stream) {
-  using T = Traits<Element, kFp8, kHeadDim, verify_row_tiles(kHeadDim)>;
-  return launch_attention<T>(verify_kernel<T>, units * p.cache.num_heads_kv, stream, p, w, token_tiles);
+  using Plain = Traits<Element, false, kHeadDim, kRowTiles, kSplitRows>;
+  using Fp8 = Traits<Element, true, kHeadDim, kRowTiles, kSplitRows>;
+  const int64_t ctas = units * p.cache.num_heads_kv;
+  return p.cache.dtype == VEGAS_FP8_E4M3
+             ? launch_attention<Fp8>(verify_kernel<Fp8>, ctas, stream, p, w, token_tiles)
+             : launch_attention<Plain>(verify_kernel<Plain>, ctas, stream, p, w, token_tiles);
+}
+
+template <class Element, int kHeadDim>
+cudaError_t launch_verify_mapping(const VegasVerifyParams& p, const PlanWorkspace& w, RowMapping mapping, int64_t units,
+                                  int token_tiles, cudaStream_t stream) {
+  if (mapping.split_rows) {
+    return mapping.row_tiles == 1
+               ? launch_verify_instance<Element, kHeadDim, 1, true>(p, w, units, token_tiles, stream)
+               : launch_verify_instance<Element, kHeadDim, 2, true>(p, w, units, token_tiles, stream);
+  }
+  return mapping.row_tiles == 1 ? launch_verify_instance<Element, kHeadDim, 1, false>(p, w, units, token_tiles, stream)
+                                : launch_verify_instance<Element, kHeadDim, 2, false>(p, w, units, token_tiles, stream);
 }
 
 template <class Element>
-cudaError_t launch_verify(const VegasVerifyParams& p, const PlanWorkspace& w, int64_t units, int token_tiles,
-                          cudaStream_t stream) {
-  const bool fp8 = p.cache.dtype == VEGAS_FP8_E4M3;
+cudaError_t launch_verify(const VegasVerifyParams& p, const PlanWorkspace& w, RowMapping mapping, int64_t units,
+                          int token_tiles, cudaStream_t stream) {
   switch (padded_head_dim(p.cache.head_dim)) {
     case 64:
-      return fp8 ? launch_verify_instance<Element, true, 64>(p, w, units, token_tiles, stream)
-                 : launch_verify_instance<Element, false, 64>(p, w, units, token_tiles, stream);
+      return launch_verify_mapping<Element, 64>(p, w, mapping, units, token_tiles, stream);
     case 128:
-      return fp8 ? launch_verify_instance<Element, true, 128>(p, w, units, token_tiles, stream)
-                 : launch_verify_instance<Element, false, 128>(p, w, units, token_tiles, stream);
+      return launch_verify_mapping<Element, 128>(p, w, mapping, units, token_tiles, stream);
     default:
-      return fp8 ? launch_verify_instance<Element, true, 256>(p, w, units, token_tiles, stream)
-                 : launch_verify_instance<Element, false, 256>(p, w, units, token_tiles, stream);
+      return launch_verify_instance<Element, 256, 1, false>(p, w, units, token_tiles, stream);
   }
 }
 
