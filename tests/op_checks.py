@@ -87,6 +87,13 @@ def lse_error(lse: Tensor, worst_logit_error: Tensor) -> Tensor:
     return torch.where(torch.isneginf(lse), 0.0, error)
 
 
+def output_rounding(envelope: Tensor, values: Tensor) -> Tensor | float:
+    """What rounding fp32 sums once may do: few outputs say little about torch's worst error."""
+    if values.numel() == 0:
+        return 0.0
+    return (2.0**-22 + 2.0**-24 * envelope) * values.abs().max()
+
+
 def outputs_without_alias(result: Any) -> dict[str, Tensor]:
     return {
         name: tensor
@@ -149,7 +156,8 @@ def _widen_request(case: VerifyCase, b: int, low: dict[str, Tensor], high: dict[
     )  # fmt: skip
     worst = (by_torch.double() - low["out"][start:end]).abs().nan_to_num(0.0).max()
     seen_values = values[mask.any(0)]
-    floor = 2.0**-22 * (seen_values.abs().max() if len(seen_values) else 0.0)
+    seen_envelope = torch.where(mask[:, None], envelope, 0.0).max()
+    floor = output_rounding(seen_envelope, seen_values)
     widen("out", slice(start, end), 2 * worst + floor)
 
     seen_error = torch.where(mask[:, None], error, 0.0).amax(-1)  # (rows, heads)
@@ -271,9 +279,9 @@ def _check_attention_rows(
         None if sinks is None else sinks[heads],
     )[0]  # fmt: skip
     worst = (by_torch.double() - out).abs().max()
-    slack = 2 * worst + 2.0**-22 * values.abs().max()
-    assert_between(got[0], out - slack, out + slack, f"out of {name}")
     envelope = scale * torch.einsum("hd,td->ht", q.double().abs(), keys.abs()).amax(-1)
+    slack = 2 * worst + output_rounding(envelope.max(), values)
+    assert_between(got[0], out - slack, out + slack, f"out of {name}")
     slack = lse_error(lse, LOGIT_ERROR * envelope)
     assert_between(got[1], lse - slack, lse + slack, f"lse of {name}")
 
