@@ -41,6 +41,8 @@ OpName = Literal["flash_attn_with_logit_dump", "topk_aggregate_logits", "sparse_
 _DUMPS = {"none": 0, "token": 1, "token_weight": 2, "kv_head": 3, "rows": 4, "all": 5}
 _MODES = {"logit": 0, "weight": 1}
 _OPS = {"flash_attn_with_logit_dump": 0, "topk_aggregate_logits": 1, "sparse_paged_decode": 2}
+# Dimensions of a dump without layers.
+_DUMP_NDIM = {"token": 2, "token_weight": 2, "kv_head": 4, "rows": 4, "all": 3}
 
 
 def _load_library() -> None:
@@ -79,13 +81,19 @@ def _lookup(table: dict[str, int], value: str, name: str) -> int:
 def _scale(softmax_scale: float | None, head_dim: int) -> float:
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(softmax_scale, Tensor):
-        raise TypeError("`softmax_scale` must be a float or None, got a tensor")
+    if isinstance(softmax_scale, (Tensor, str)):
+        raise TypeError(f"`softmax_scale` must be a float or None, got {type(softmax_scale).__name__}")
     return float(softmax_scale)
 
 
+def _pair(name: str, value: tuple[int, int]) -> tuple[int, int]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"`{name}` must be two integers, got {value!r}")
+    return value[0], value[1]
+
+
 def _window(window_size: tuple[int, int]) -> tuple[int, int]:
-    left, right = window_size
+    left, right = _pair("window_size", window_size)
     if left < -1 or right < -1:
         raise ValueError(f"`window_size` must hold -1 or lengths, got {window_size}")
     return left, right
@@ -97,6 +105,8 @@ def _check_vector(name: str, value: Tensor) -> None:
 
 
 def _check_bound(name: str, value: int) -> None:
+    if value is None or isinstance(value, Tensor):
+        raise TypeError(f"`{name}` must be an integer of the host, got {type(value).__name__}")
     if value < 0:
         raise ValueError(f"`{name}` must not be negative, got {value}")
 
@@ -105,6 +115,17 @@ def _check_tensors(**arguments: object) -> None:
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"`{name}` must be a tensor, got {type(value).__name__}")
+
+
+def _layers_of(logits: Tensor, dump: Dump) -> tuple[int, ...]:
+    """The layers dimension of a dump, if it has one."""
+    dims = _lookup(_DUMP_NDIM, dump, "dump")
+    lead = logits.dim() - dims
+    if lead not in (0, 1):
+        raise ValueError(
+            f"`logits` must have {dims} dimensions for this dump ({dims + 1} with layers), got {logits.dim()}"
+        )
+    return tuple(logits.shape[:lead])
 
 
 def _workspace_for(op: OpName, like: Tensor, *bounds: int) -> Tensor | None:
@@ -380,13 +401,13 @@ def topk_aggregate_logits(
     """
     _check_tensors(logits=logits, seqlens=seqlens)
     _check_vector("seqlens", seqlens)
-    dump_code, mode_code = _lookup(_DUMPS, dump, "dump"), _lookup(_MODES, mode, "mode")
+    layers = _layers_of(logits, dump)
+    dump_code, mode_code = _DUMPS[dump], _lookup(_MODES, mode, "mode")
+    before, after = _pair("pool", pool)
     k_value, k_per_request = (0, k) if isinstance(k, Tensor) else (k, None)
     if block_table is not None and page_size is None:
         raise ValueError("`page_size` must be given with `block_table`, got None")
     _check_bound("max_k", max_k)
-    dims = {"kv_head": 4, "rows": 4, "all": 3}.get(dump, 2)
-    layers = tuple(logits.shape[: logits.dim() - dims])
     shape = (*layers, seqlens.shape[0])
     if per_kv_head:
         if dump != "kv_head":
@@ -404,7 +425,7 @@ def topk_aggregate_logits(
         )  # fmt: skip
     torch.ops.vegas_ops.topk_aggregate_logits(
         logits, dump_code, seqlens, k_value, k_per_request, mode_code, lse, guide_lse, cu_seqlens_q,
-        dump_rows, sinks, pool[0], pool[1], num_sink, num_recent, count_forced, per_kv_head,
+        dump_rows, sinks, before, after, num_sink, num_recent, count_forced, per_kv_head,
         block_table, page_size or 0, max_k, indices, topk_length, workspace,
     )  # fmt: skip
     return indices, topk_length
@@ -435,15 +456,14 @@ def aggregate_logits(
     """
     _check_tensors(logits=logits, seqlens=seqlens)
     _check_vector("seqlens", seqlens)
-    dump_code, mode_code = _lookup(_DUMPS, dump, "dump"), _lookup(_MODES, mode, "mode")
-    dims = {"kv_head": 4, "rows": 4, "all": 3}.get(dump, 2)
+    layers = _layers_of(logits, dump)
+    mode_code = _lookup(_MODES, mode, "mode")
     heads = {"kv_head": -2, "rows": -3, "all": -2}.get(dump)
     if out is None:
-        layers = tuple(logits.shape[: logits.dim() - dims])
         shape = (*layers, seqlens.shape[0], logits.shape[-1])
         out = logits.new_empty(shape, dtype=torch.float32)
     torch.ops.vegas_ops.aggregate_logits(
-        logits, dump_code, seqlens, mode_code, lse, guide_lse, cu_seqlens_q, dump_rows, sinks, out
+        logits, _DUMPS[dump], seqlens, mode_code, lse, guide_lse, cu_seqlens_q, dump_rows, sinks, out
     )
     return out, 1 if heads is None else logits.shape[heads]
 
@@ -515,6 +535,11 @@ def sparse_paged_decode(
             "`q` must have 3 dimensions and `k_cache` 4, "
             f"got shapes {tuple(q.shape)} and {tuple(k_cache.shape)}"
         )
+    if indices.dim() not in (2, 3):
+        raise ValueError(
+            f"`indices` must have shape (batch, max_k) or (batch, num_heads_kv, max_k), "
+            f"got {tuple(indices.shape)}"
+        )
     left, right = _window(window_size)
     batch, num_heads_q, head_dim = q.shape
     if out is None:
@@ -522,7 +547,7 @@ def sparse_paged_decode(
     if lse is None:
         lse = q.new_empty((num_heads_q, batch), dtype=torch.float32)
     if workspace is None:
-        table_tokens = 0 if block_table is None else block_table.shape[1] * k_cache.shape[1]
+        table_tokens = 0 if block_table is None else block_table.shape[-1] * k_cache.shape[1]
         workspace = _workspace_for(
             "sparse_paged_decode", q, batch, 1, table_tokens, indices.shape[-1], 1, num_heads_q,
             k_cache.shape[2], head_dim,

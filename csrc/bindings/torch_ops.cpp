@@ -407,7 +407,7 @@ VegasSelectParams select_params(const Tensor& logits, int64_t dump, const Tensor
   bool raw = p.dump == VEGAS_DUMP_ROWS || p.dump == VEGAS_DUMP_ALL;
   if (raw && p.mode == VEGAS_MODE_WEIGHT && !lse) refuse("`lse` must be given for weights, got None");
   if (lse) {
-    int64_t total_q = lse->size(lse->dim() - 1);
+    int64_t total_q = lse->dim() ? lse->size(lse->dim() - 1) : 0;
     if (p.dump == VEGAS_DUMP_ALL && total_q != p.total_q) {
       refuse("`lse` must have total_q = ", p.total_q, " columns, got ", total_q);
     }
