@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import environment
 
 from vegas_ops.models import Qwen3Model, Tokenizer
 from vegas_ops.speculative import (
@@ -33,18 +34,14 @@ from vegas_ops.speculative import (
     SpeculativeDecoder,
     Vegas,
 )
+from vegas_ops.speculative.policies import ROWS, SCORES
 
 Record = dict[str, Any]
 
 
 def ablation() -> list[Policy]:
     """Every combination of score, rows, look-ahead and sharing, beside the baselines."""
-    grid = itertools.product(
-        ("logit", "weight", "group", "group-stale"),
-        ("collect-2", "collect-all", "last"),
-        (0, 1, 2),
-        (False, True),
-    )
+    grid = itertools.product(SCORES, ROWS, (0, 1, 2), (False, True))
     variants: list[Policy] = [Vegas(*combination) for combination in grid]
     return [*variants, *(POLICIES[name] for name in ("streaming", "random", "topk-oracle"))]
 
@@ -137,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of a Qwen3 model")
     parser.add_argument("--texts", type=Path, required=True, help="folder of .txt files")
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines, the first with the versions")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default=None, help="default: float32 on the CPU, else bfloat16")
     parser.add_argument("--policies", nargs="*", help="names; default: the whole ablation")
@@ -168,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start, records = time.time(), []
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with torch.inference_mode(), arguments.out.open("w") as out:
+        out.write(json.dumps({**environment(device), "model": arguments.model.name}) + "\n")
         for path in sorted(arguments.texts.glob("*.txt"), key=lambda p: p.stat().st_size):
             if time.time() - start > arguments.seconds:
                 print(f"out of time before {path.stem}", file=sys.stderr)

@@ -15,14 +15,10 @@ from pathlib import Path
 
 from acceptance import Record, by_configuration, interval
 
+from vegas_ops.speculative import Vegas
+from vegas_ops.speculative.policies import ROWS, SCORES
+
 Cells = dict[tuple[str, int, float], dict[str, float]]
-SCORES = ("logit", "weight", "group", "group-stale")
-ROWS = ("collect-2", "collect-all", "last")
-NAMED = {
-    "vegas-logit-collect-2": "vegas",
-    "vegas-group-stale-collect-2-ahead-1": "vegas-lookahead",
-}
-BASELINES = ("random", "streaming", "topk-oracle")
 SHOWN = (
     "random",
     "streaming",
@@ -39,11 +35,6 @@ SHOWN = (
     "vegas-group-collect-all-ahead-1",
     "topk-oracle",
 )
-
-
-def policy_name(score: str, rows: str, ahead: int, per_kv_head: bool) -> str:
-    name = f"vegas-{score}-{rows}" + (f"-ahead-{ahead}" if ahead else "") + ("-kv" if per_kv_head else "")
-    return NAMED.get(name, name)
 
 
 def shown(values: Iterable[float], digits: int = 2) -> str:
@@ -83,8 +74,8 @@ def by_text(cells: Cells, gamma: int, ratio: float) -> str:
 
 
 def grid(cells: Cells, gamma: int, ratio: float) -> str:
-    def cell(score: str, rows: str, ahead: int, kv: bool) -> str:
-        values = cells.get((policy_name(score, rows, ahead, kv), gamma, ratio), {})
+    def cell(policy: Vegas) -> str:
+        values = cells.get((policy.name, gamma, ratio), {})
         return f"{interval(list(values.values()))[0]:.2f}" if values else ""
 
     columns = list(itertools.product((False, True), (0, 1, 2)))
@@ -94,7 +85,10 @@ def grid(cells: Cells, gamma: int, ratio: float) -> str:
     ]
     return table(
         header,
-        ([s, r, *(cell(s, r, a, kv) for kv, a in columns)] for s, r in itertools.product(SCORES, ROWS)),
+        (
+            [score, rows, *(cell(Vegas(score, rows, a, kv)) for kv, a in columns)]
+            for score, rows in itertools.product(SCORES, ROWS)
+        ),
     )
 
 

@@ -80,8 +80,8 @@ def _driver() -> str | None:
     return lines[0] if lines else None
 
 
-def header(device: torch.device, ceiling_gbs: float, ceiling_method: str, peers: dict[str, str]) -> Record:
-    """The first line of a result file: what was measured, on what, and the read ceiling met there."""
+def environment(device: torch.device) -> Record:
+    """What is measured, and on what."""
     import vegas_ops
 
     cuda = device.type == "cuda"
@@ -94,15 +94,18 @@ def header(device: torch.device, ceiling_gbs: float, ceiling_method: str, peers:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "read_ceiling_gbs": round(ceiling_gbs, 1),
-        "read_ceiling_method": ceiling_method,
-        "peers": peers,
     }
     if not cuda:
         record["threads"] = torch.get_num_threads()
         record["cores"] = os.cpu_count()
         record["load_average"] = os.getloadavg()[0]
     return record
+
+
+def header(device: torch.device, ceiling_gbs: float, ceiling_method: str, peers: dict[str, str]) -> Record:
+    """The first line of a result file: the environment, and the read ceiling met there."""
+    ceiling = {"read_ceiling_gbs": round(ceiling_gbs, 1), "read_ceiling_method": ceiling_method}
+    return {**environment(device), **ceiling, "peers": peers}
 
 
 class ResultFile:
@@ -119,12 +122,6 @@ class ResultFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def load(path: Path) -> tuple[Record, list[Record]]:
-    """Header and cells of a result file."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return lines[0], lines[1:]
 
 
 def geometric_mean(values: list[float]) -> float:
