@@ -6,14 +6,9 @@ The number in a test's name is that of the report; each docstring says what went
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from tiny_model import TinyModel, new_cache
 from toy_speculation import Toy, first_two_tokens, joint_p_value, p_value, processed
 
@@ -84,7 +79,7 @@ def test_case_003_padding_rows_share_a_slot(model):
     assert outputs == [plain(model, p, 12) for p in prompts]
 
 
-def test_case_047_metadata_and_workspace_have_one_size():
+def test_case_047_metadata_has_one_size():
     """Scheduler metadata had another size at capture than at planning."""
     shapes = set()
     for batch, length in ((1, 1), (2, 4096), (4, 16), (8, 100_000)):
