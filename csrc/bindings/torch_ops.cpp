@@ -201,10 +201,6 @@ void set_view(VegasCacheView& view, const Tensor& t, const char* name, const Pla
   view.stride_page = t.stride(0);
   view.stride_token = t.stride(1);
   view.stride_head = t.stride(2);
-  int64_t unit = 16 / static_cast<int64_t>(t.element_size());
-  bool aligned = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
-  for (int64_t i = 0; i < 3; ++i) aligned = aligned && (t.size(i) <= 1 || t.stride(i) % unit == 0);
-  if (!aligned) refuse("`", name, "` must have rows aligned to 16 bytes (data pointer and strides)");
 }
 
 VegasPagedCache paged_cache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -239,11 +235,10 @@ VegasPagedCache paged_cache(const Tensor& q, const Tensor& k_cache, const Tensor
   return c;
 }
 
-VegasDtype query_dtype(const Tensor& q, const Place& place) {
+VegasDtype query_dtype(const Tensor& q) {
   if (q.dim() != 3) refuse("`q` must have shape (rows, num_heads_q, head_dim), got ", shape_of(q));
   VegasDtype dtype = to_vegas(q, "q");
   if (dtype == VEGAS_FP8_E4M3) refuse("`q` must be float32, bfloat16 or float16, got float8_e4m3fn");
-  if (dtype == VEGAS_FLOAT32 && place.cuda) refuse("`q` must be bfloat16 or float16 on CUDA, got float32");
   check_last_dim_contiguous(q, "q");
   return dtype;
 }
@@ -302,7 +297,7 @@ void flash_attn_with_logit_dump(const Tensor& q, const Tensor& k_cache, const Te
                                 OptionalTensor guide_lse, OptionalTensor workspace) {
   Place place(q);
   VegasVerifyParams p{};
-  p.q_dtype = query_dtype(q, place);
+  p.q_dtype = query_dtype(q);
   if (seqused_k.dim() != 1) refuse("`seqused_k` must have shape (batch,), got ", shape_of(seqused_k));
   int64_t batch = seqused_k.size(0), heads_q = q.size(1), total_q = q.size(0);
   p.cache = paged_cache(q, k_cache, v_cache, block_table, k_descale, v_descale, batch, place);
@@ -504,7 +499,7 @@ void sparse_paged_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v
                          OptionalTensor workspace) {
   Place place(q);
   VegasSparseParams p{};
-  p.q_dtype = query_dtype(q, place);
+  p.q_dtype = query_dtype(q);
   int64_t batch = q.size(0), heads_q = q.size(1);
   p.cache = paged_cache(q, k_cache, v_cache, block_table, k_descale, v_descale, batch, place);
   int64_t heads_kv = p.cache.num_heads_kv;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <math.h>
+#include <stdint.h>
 
 #include "common/status.h"
 
@@ -11,8 +12,22 @@ inline bool is_query_dtype(VegasDtype dtype) {
   return dtype == VEGAS_FLOAT32 || dtype == VEGAS_BFLOAT16 || dtype == VEGAS_FLOAT16;
 }
 
-inline int check_cache(const VegasPagedCache& cache, VegasDtype q_dtype, int num_heads_q) {
+// Rows are read 16 bytes at a time. The stride of a dimension of size 1 leads nowhere and may be anything.
+inline int check_view(const VegasPagedCache& cache, const VegasCacheView& view, const char* name) {
+  VEGAS_CHECK(cache.num_pages == 0 || view.data, "`%s` must be given, got NULL", name);
+  const int64_t unit = cache.dtype == VEGAS_FP8_E4M3 ? 16 : cache.dtype == VEGAS_FLOAT32 ? 4 : 8;
+  const bool aligned = reinterpret_cast<uintptr_t>(view.data) % 16 == 0 &&
+                       (cache.num_pages <= 1 || view.stride_page % unit == 0) &&
+                       (cache.page_size <= 1 || view.stride_token % unit == 0) &&
+                       (cache.num_heads_kv <= 1 || view.stride_head % unit == 0);
+  VEGAS_CHECK(aligned, "`%s` must have rows aligned to 16 bytes, got address %p and strides (%lld, %lld, %lld)", name,
+              view.data, (long long)view.stride_page, (long long)view.stride_token, (long long)view.stride_head);
+  return VEGAS_OK;
+}
+
+inline int check_cache(const VegasPagedCache& cache, VegasDtype q_dtype, int num_heads_q, VegasDevice device) {
   VEGAS_CHECK(is_query_dtype(q_dtype), "`q` must be float32, bfloat16 or float16, got dtype code %d", int(q_dtype));
+  VEGAS_CHECK(device == VEGAS_CPU || q_dtype != VEGAS_FLOAT32, "`q` must be bfloat16 or float16 on CUDA, got float32");
   VEGAS_CHECK(cache.dtype == q_dtype || cache.dtype == VEGAS_FP8_E4M3,
               "`k_cache` must have q's dtype or be float8_e4m3fn, got dtype code %d", int(cache.dtype));
   VEGAS_CHECK(cache.num_pages >= 0, "`k_cache` must have 0 pages or more, got %lld", (long long)cache.num_pages);
@@ -21,9 +36,14 @@ inline int check_cache(const VegasPagedCache& cache, VegasDtype q_dtype, int num
   VEGAS_CHECK(cache.num_heads_kv > 0, "`k_cache` must have 1 head or more, got %d", cache.num_heads_kv);
   VEGAS_CHECK(num_heads_q > 0 && num_heads_q % cache.num_heads_kv == 0,
               "`q` must have a multiple of the cache's %d heads, got %d", cache.num_heads_kv, num_heads_q);
-  VEGAS_CHECK(cache.num_pages == 0 || (cache.k.data && cache.v.data), "`%s` must be given, got NULL",
-              cache.k.data ? "v_cache" : "k_cache");
   VEGAS_CHECK(cache.max_pages >= 0, "`block_table` must have 0 columns or more, got %d", cache.max_pages);
+  if (int status = check_view(cache, cache.k, "k_cache")) return status;
+  return check_view(cache, cache.v, "v_cache");
+}
+
+inline int check_workspace(const void* workspace) {
+  VEGAS_CHECK(reinterpret_cast<uintptr_t>(workspace) % 16 == 0, "`workspace` must be aligned to 16 bytes, got %p",
+              workspace);
   return VEGAS_OK;
 }
 

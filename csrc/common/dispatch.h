@@ -1,4 +1,5 @@
-// Last step of every op's check.cpp: hand the checked arguments to the kernels of a device.
+// First and last step of every op's check.cpp: what all calls must get right, and the hand-over of the checked
+// arguments to the kernels of a device.
 #pragma once
 
 #include <type_traits>
@@ -7,6 +8,13 @@
 #include "common/status.h"
 
 namespace vegas_ops {
+
+inline int check_call(const void* params, VegasDevice device) {
+  VEGAS_CHECK(params, "`params` must be given, got NULL");
+  VEGAS_CHECK(device == VEGAS_CPU || device == VEGAS_CUDA, "`device` must be VEGAS_CPU or VEGAS_CUDA, got %d",
+              int(device));
+  return VEGAS_OK;
+}
 
 template <class Params>
 using CudaKernel = int (*)(const Params&, void* stream);

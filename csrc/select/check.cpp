@@ -85,6 +85,7 @@ int check_host_table(const VegasSelectParams& p) {
 
 int vegas_topk_aggregate_logits(const VegasSelectParams* params, VegasDevice device, void* stream) {
   using namespace vegas_ops;
+  if (int status = check_call(params, device)) return status;
   const VegasSelectParams& p = *params;
   if (int status = check_dump(p)) return status;
   if (int status = check_selection(p)) return status;
@@ -97,6 +98,7 @@ int vegas_topk_aggregate_logits(const VegasSelectParams* params, VegasDevice dev
 
 int vegas_aggregate_logits(const VegasSelectParams* params, VegasDevice device, void* stream) {
   using namespace vegas_ops;
+  if (int status = check_call(params, device)) return status;
   const VegasSelectParams& p = *params;
   if (int status = check_dump(p)) return status;
   VEGAS_CHECK(p.layers == 0 || p.batch == 0 || p.max_seqlen_k == 0 || p.sums, "`out` must be given, got none");

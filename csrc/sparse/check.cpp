@@ -5,9 +5,8 @@ namespace vegas_ops {
 namespace {
 
 int check(const VegasSparseParams& p, VegasDevice device) {
-  VEGAS_CHECK(device == VEGAS_CPU || device == VEGAS_CUDA, "`device` must be VEGAS_CPU or VEGAS_CUDA, got %d",
-              int(device));
-  if (int status = check_cache(p.cache, p.q_dtype, p.num_heads_q)) return status;
+  if (int status = check_cache(p.cache, p.q_dtype, p.num_heads_q, device)) return status;
+  if (int status = check_workspace(p.workspace)) return status;
   if (int status = check_softmax(p.softmax_scale, p.softcap, p.window_left, p.window_right, p.num_splits)) {
     return status;
   }
@@ -38,7 +37,7 @@ int check(const VegasSparseParams& p, VegasDevice device) {
 }  // namespace vegas_ops
 
 int vegas_sparse_paged_decode(const VegasSparseParams* params, VegasDevice device, void* stream) {
-  VEGAS_CHECK(params, "`params` must be given, got NULL");
+  if (int status = vegas_ops::check_call(params, device)) return status;
   if (int status = vegas_ops::check(*params, device)) return status;
   return vegas_ops::dispatch(*params, device, stream, vegas_ops::cpu_kernels().sparse,
                              VEGAS_CUDA_KERNEL(sparse_portable));

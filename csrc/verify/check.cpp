@@ -35,9 +35,8 @@ int check_lengths(const VegasVerifyParams& p) {
 }
 
 int check(const VegasVerifyParams& p, VegasDevice device) {
-  VEGAS_CHECK(device == VEGAS_CPU || device == VEGAS_CUDA, "`device` must be VEGAS_CPU or VEGAS_CUDA, got %d",
-              int(device));
-  if (int status = check_cache(p.cache, p.q_dtype, p.num_heads_q)) return status;
+  if (int status = check_cache(p.cache, p.q_dtype, p.num_heads_q, device)) return status;
+  if (int status = check_workspace(p.workspace)) return status;
   if (int status = check_softmax(p.softmax_scale, p.softcap, p.window_left, p.window_right, p.num_splits)) {
     return status;
   }
@@ -63,7 +62,7 @@ int check(const VegasVerifyParams& p, VegasDevice device) {
 }  // namespace vegas_ops
 
 int vegas_flash_attn_with_logit_dump(const VegasVerifyParams* params, VegasDevice device, void* stream) {
-  VEGAS_CHECK(params, "`params` must be given, got NULL");
+  if (int status = vegas_ops::check_call(params, device)) return status;
   if (int status = vegas_ops::check(*params, device)) return status;
   return vegas_ops::dispatch(*params, device, stream, vegas_ops::cpu_kernels().verify,
                              VEGAS_CUDA_KERNEL(verify_portable));

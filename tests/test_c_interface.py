@@ -1,0 +1,63 @@
+"""The C interface of libvegas.so, called as a binding in another language calls it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+import vegas_ops
+
+OPS = (
+    "vegas_flash_attn_with_logit_dump",
+    "vegas_topk_aggregate_logits",
+    "vegas_aggregate_logits",
+    "vegas_sparse_paged_decode",
+)
+CPU, CUDA = 0, 1
+INVALID_ARGUMENT = 1
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(Path(vegas_ops.__file__).with_name("libvegas.so")))
+    library.vegas_last_error.restype = ctypes.c_char_p
+    for op in OPS:
+        getattr(library, op).argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    return library
+
+
+def refused(library: ctypes.CDLL, op: str, params: ctypes.Array[ctypes.c_char] | None, device: int) -> str:
+    """The message of a call that must be refused."""
+    assert getattr(library, op)(params, device, None) == INVALID_ARGUMENT
+    return str(library.vegas_last_error().decode())
+
+
+@pytest.mark.parametrize("device", (CPU, CUDA))
+@pytest.mark.parametrize("op", OPS)
+def test_no_parameters(library: ctypes.CDLL, op: str, device: int) -> None:
+    assert "`params`" in refused(library, op, None, device)
+
+
+@pytest.mark.parametrize("device", (-1, 2))
+@pytest.mark.parametrize("op", OPS)
+def test_unknown_device(library: ctypes.CDLL, op: str, device: int) -> None:
+    assert "`device`" in refused(library, op, ctypes.create_string_buffer(4096), device)
+
+
+@pytest.mark.parametrize(
+    ("op", "device", "argument"),
+    (
+        ("vegas_flash_attn_with_logit_dump", CPU, "`k_cache`"),
+        ("vegas_flash_attn_with_logit_dump", CUDA, "`q` must be bfloat16 or float16"),
+        ("vegas_topk_aggregate_logits", CPU, "`dump`"),
+        ("vegas_topk_aggregate_logits", CUDA, "`dump`"),
+        ("vegas_aggregate_logits", CPU, "`dump`"),
+        ("vegas_aggregate_logits", CUDA, "`dump`"),
+        ("vegas_sparse_paged_decode", CPU, "`k_cache`"),
+        ("vegas_sparse_paged_decode", CUDA, "`q` must be bfloat16 or float16"),
+    ),
+)
+def test_zeroed_parameters(library: ctypes.CDLL, op: str, device: int, argument: str) -> None:
+    assert argument in refused(library, op, ctypes.create_string_buffer(4096), device)
