@@ -67,13 +67,12 @@ struct KeyBlock {
 
   void finish(int n, const void* zeros) {
     count = n;
-    position_min = position[0];
-    position_max = position[0];
     for (int j = n; j < kBlock; ++j) {
       k[j] = v[j] = zeros;
       position[j] = -1;
     }
-    for (int j = 0; j < kBlock; ++j) {
+    position_min = position_max = position[0];
+    for (int j = 1; j < kBlock; ++j) {
       position_min = position[j] < position_min ? position[j] : position_min;
       position_max = position[j] > position_max ? position[j] : position_max;
     }
@@ -509,7 +508,7 @@ int run_items(Buffer& buffer, Item* items, int64_t count, int heads, int max_row
     threads = threads < tasks ? threads : tasks;
     const size_t bytes = threads * bytes_per_tile + size_t(total) * 4;
     char* memory = buffer.reserve(bytes);
-    if (!memory) return fail(VEGAS_UNSUPPORTED, "out of memory: %lld bytes", (long long)bytes);
+    if (!memory) return fail(VEGAS_OUT_OF_MEMORY, "out of memory: %lld bytes", (long long)bytes);
     float* floats = reinterpret_cast<float*>(memory + threads * bytes_per_tile);
     const Item* wave = items + begin;
     const int64_t wave_count = end - begin, grain = tasks / (threads * 64) + 1;

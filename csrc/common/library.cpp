@@ -22,10 +22,13 @@ namespace {
 
 const CpuKernels& choose() {
 #if defined(__x86_64__)
-  // The levels of the x86-64 psABI that the kernel files are compiled for.
-  bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  // The levels of the x86-64 psABI that the kernel files are compiled for, by the features that compilers of all
+  // versions can ask for.
+  bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+                __builtin_cpu_supports("bmi2");
   bool has_v4 = has_v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+                __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vl") &&
+                __builtin_cpu_supports("avx512dq");
   const char* wanted = std::getenv("VEGAS_OPS_ISA");
   if (wanted && !std::strcmp(wanted, baseline::kernels.isa)) return baseline::kernels;
   if (wanted && !std::strcmp(wanted, v3::kernels.isa)) has_v4 = false;

@@ -467,7 +467,7 @@ int select(const VegasSelectParams& p) {
             : 0;
   const int64_t slot_floats = row * (1 + sums + pools) + counts + window * (whole ? 1 : threads);
   float* memory = static_cast<float*>(std::malloc(slots * slot_floats * sizeof(float) + 64));
-  if (!memory) return fail(VEGAS_UNSUPPORTED, "no memory to select from %d candidates", longest);
+  if (!memory) return fail(VEGAS_OUT_OF_MEMORY, "out of memory: selecting from %d candidates", longest);
 
   const auto scratch_of = [&](int slot) {
     float* at = memory + slot * slot_floats;

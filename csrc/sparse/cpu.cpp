@@ -134,7 +134,7 @@ int run(const VegasSparseParams& p) {
   if (p.batch == 0) return VEGAS_OK;
   const size_t bytes = p.batch * sizeof(Item);
   Item* items = reinterpret_cast<Item*>(item_buffer.reserve(bytes));
-  if (!items) return fail(VEGAS_UNSUPPORTED, "out of memory: %lld bytes", (long long)bytes);
+  if (!items) return fail(VEGAS_OUT_OF_MEMORY, "out of memory: %lld bytes", (long long)bytes);
   for (int b = 0; b < p.batch; ++b) plan_item(p, b, items[b]);
   const int heads = p.cache.num_heads_kv;
   return run_items(

@@ -100,7 +100,7 @@ void plan_item(const Call& call, Item& item) {
     end = item.dump_len > end ? item.dump_len : end;
   }
   item.chunk_first = begin < end ? begin / kChunk : 0;
-  item.chunks = begin < end ? (end + kChunk - 1) / kChunk - item.chunk_first : 1;
+  item.chunks = begin < end ? (end - 1) / kChunk - item.chunk_first + 1 : 1;
   const int64_t heads = call.p.cache.num_heads_kv;
   item.token = item.chunks * heads * int64_t(item_stride(call, item));
   item.floats = item.token + (sums_heads(call.p.dump) ? item.dump_len * heads : 0);
@@ -335,7 +335,7 @@ int run(const Call& call) {
   }
   if (count == 0) return VEGAS_OK;
   Item* items = reinterpret_cast<Item*>(item_buffer.reserve(count * sizeof(Item)));
-  if (!items) return fail(VEGAS_UNSUPPORTED, "out of memory: %lld bytes", (long long)(count * sizeof(Item)));
+  if (!items) return fail(VEGAS_OUT_OF_MEMORY, "out of memory: %lld bytes", (long long)(count * sizeof(Item)));
   int64_t n = 0;
   int max_rows = 1;
   for (int b = 0; b < p.batch; ++b) {
