@@ -169,6 +169,16 @@ def test_tail_meets_bad_pages(device: torch.device) -> None:
     assert bool((got["out"][1] == 0).all()) and bool(torch.isneginf(got["lse"][:, 1]).all())
 
 
+def test_table_without_columns_on_a_gpu(cuda: torch.device) -> None:
+    """Lengths are device data there: whatever they say, such a table holds no token."""
+    case = SparseCase(
+        device=cuda, dtype=torch.bfloat16, lengths=(20, 7), counts=(3, 1), tail_starts=(10, 2), logical=True
+    )
+    kwargs = {**case.kwargs, "block_table": case.block_table[:, :0]}
+    out, lse = vegas_ops.sparse_paged_decode(*case.args, **kwargs)
+    assert not out.any() and torch.isneginf(lse).all()
+
+
 def test_empty_row_reads_no_index(device: torch.device) -> None:
     """A padded row of an engine: length 0, a stale count and stale indices."""
     case = SparseCase(

@@ -77,6 +77,7 @@ int sparse_portable(const VegasSparseParams& p, void* stream_handle) {
     error = cudaGetLastError();
   }
   if (error != cudaSuccess) {
+    cudaGetLastError();  // returned here, so the next call must not find it
     return fail(VEGAS_CUDA_ERROR, "sparse_paged_decode: launch failed: %s", cudaGetErrorString(error));
   }
   return VEGAS_OK;

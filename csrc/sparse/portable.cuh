@@ -10,6 +10,7 @@ namespace vegas_ops::portable {
 
 constexpr int kSparseRowTiles = 1;
 constexpr int kSparseRows = 16 * kSparseRowTiles;
+constexpr int kMaxKeys = INT_MAX - 4096;  // tiles are looked up ahead of the last one: their indices fit int
 
 // What a request attends: entries [0, listed) of its list, then positions [tail_begin, tail_end).
 struct SparseRequest {
@@ -20,8 +21,10 @@ struct SparseRequest {
   int tail_end;
 
   __device__ SparseRequest(const VegasSparseParams& p, int b) {
+    // Positions are looked up in the table for a tail and for token indices; a length alone may lie beyond it.
+    const bool uses_table = p.tail_start || !p.indices_are_slots;
     const int64_t capacity = int64_t{p.cache.max_pages} * p.cache.page_size;
-    const int bound = p.cache.block_table && capacity < INT_MAX ? static_cast<int>(capacity) : INT_MAX;
+    const int bound = uses_table && capacity < INT_MAX ? static_cast<int>(capacity) : INT_MAX;
     const int length = p.seqused_k ? min(max(p.seqused_k[b], 0), bound) : bound;
     empty = p.seqused_k && p.seqused_k[b] <= 0;
     first_seen = 0;
@@ -44,9 +47,15 @@ struct SparseRequest {
 
   // Entries of the list that a KV head attends.
   __device__ int listed(const VegasSparseParams& p, int b, int kv_head) const {
-    if (empty) return 0;
+    if (empty || p.max_k == 0) return 0;
     const int count = p.topk_length[b * p.topk_length_stride_batch + kv_head * p.topk_length_stride_head];
     return min(max(count, 0), p.max_k);
+  }
+
+  // A list of that length with the tail.
+  __device__ int keys_with(int listed) const {
+    const int64_t keys = int64_t{listed} + (tail_end - tail_begin);
+    return keys < kMaxKeys ? static_cast<int>(keys) : kMaxKeys;
   }
 
   // The longest list of all KV heads, with the tail.
@@ -55,7 +64,7 @@ struct SparseRequest {
     if (p.topk_length_stride_head != 0) {
       for (int head = 1; head < p.cache.num_heads_kv; ++head) most = max(most, listed(p, b, head));
     }
-    return most + (tail_end - tail_begin);
+    return keys_with(most);
   }
 };
 
@@ -130,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   const SparseRequest request(p, b);
   const int listed = request.listed(p, b, kv_head);
-  const int keys_of_head = listed + (request.tail_end - request.tail_begin);
+  const int keys_of_head = request.keys_with(listed);
   const int begin = min(unit.chunk * plan.chunk_keys, keys_of_head);
   const int end = begin + min(keys_of_head - begin, plan.chunk_keys);
   ListedKeys keys = {p.indices + b * p.indices_stride_batch + kv_head * p.indices_stride_head,
