@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 
 # Read when torch loads OpenMP: threads that spin at barriers make small tests crawl on a machine
 # that has anything else to run.
@@ -55,15 +54,3 @@ def cuda() -> torch.device:
     if not has_cuda():
         pytest.skip("needs a build with CUDA kernels and a GPU")
     return torch.device("cuda")
-
-
-@pytest.fixture(scope="session")
-def shared_dir() -> Path:
-    """Folder of models and texts that tests may use: VEGAS_OPS_SHARED, or a sibling of the root."""
-    given = os.environ.get("VEGAS_OPS_SHARED")
-    folders = [Path(given)] if given else []
-    folders += [folder / "shared" for folder in Path(__file__).resolve().parents]
-    for folder in folders:
-        if folder.is_dir():
-            return folder
-    pytest.skip("needs the folder of shared models and texts; VEGAS_OPS_SHARED names it")
