@@ -141,6 +141,17 @@ def test_mistakes_are_one_line(
     assert message in err and err.count("\n") == 1
 
 
+def test_a_build_without_cuda_kernels_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("vegas_ops._C.cuda_architectures", lambda: "")
+    assert cli._device(None) == "cpu"
+    with pytest.raises(ValueError, match="`device` must be cpu: this build has no CUDA kernels, got 'cuda'"):
+        cli._device("cuda")
+    monkeypatch.setattr("vegas_ops._C.cuda_architectures", lambda: "80 90")
+    assert cli._device(None) == cli._device("cuda") == "cuda"
+
+
 def test_prompts_must_be_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for content, message in ((b"", "`prompt` must have 1 to"), (b"\xff\xfe", "must be UTF-8 text")):
         (tmp_path / "prompt").write_bytes(content)

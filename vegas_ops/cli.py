@@ -135,8 +135,11 @@ def _policy(name: str) -> Any:
 def _device(name: str | None) -> str:
     import torch
 
+    from vegas_ops import _C
+
+    has_kernels = bool(_C.cuda_architectures())
     if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if has_kernels and torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -145,6 +148,8 @@ def _device(name: str | None) -> str:
         raise ValueError(f"`device` must be cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"`device` must be present, got {name!r} with {torch.cuda.device_count()} GPUs")
+    if device.type == "cuda" and not has_kernels:
+        raise ValueError(f"`device` must be cpu: this build has no CUDA kernels, got {name!r}")
     return name
 
 
