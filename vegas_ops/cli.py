@@ -16,7 +16,7 @@ from vegas_ops.version import __version__
 DEMO_CONTEXT = 24_576
 DEMO_GAMMA = 6
 DEMO_RATIO = 0.05
-DEMO_POLICY = "vegas"
+DEMO_POLICY = "vegas-lookahead"
 DEMO_NEW_TOKENS = 256
 
 _BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"

@@ -17,7 +17,7 @@ from vegas_ops.session import PAGE_SIZE, Run, Session, common_prefix, printable,
 from vegas_ops.speculative import Full, Policy, Request, SamplingParams, SpeculativeDecoder
 
 # Sources that every Python from 3.10 on has; the last one is cut off where the model goes on.
-STANDARD_LIBRARY = ("tarfile", "doctest", "inspect", "argparse")
+STANDARD_LIBRARY = ("tarfile", "statistics")
 
 
 @dataclass(frozen=True)
