@@ -184,15 +184,15 @@ __device__ __forceinline__ void wait_for_stage(int pending) {
 }
 
 // One warp's stream of key and value tiles. Keys resolves them: fetch(tile) starts reading what names the
-// tile's keys, lookup() turns that into pages, offset() into this lane's byte offset or -1; each step is one
-// tile behind the one before, so that no load waits for another.
+// tile's keys (every fourth tile, in order), lookup() turns that into pages, offset() into this lane's byte offset or
+// -1; each step is one tile behind the one before, so that no load waits for another.
 template <class T, class Keys>
 struct TilePipeline {
   const SharedTile<T>& shared;
   Keys& keys;
   const char* k_data;
   const char* v_data;
-  int segments;  // 16-byte segments of a row that exist; the rest of a padded row stays zero
+  int segments;  // 16-byte segments of a row that exist; the rest of a padded row becomes zero
   int tiles;     // of this warp; where warps split rows, the same number for all (tiles past the end hold no key)
   int stages;
   int issue_stage;  // of the next tile to issue, and to attend
@@ -217,13 +217,6 @@ struct TilePipeline {
   }
 
   __device__ void start() {
-    if (segments < T::kSegments) {
-      for (int s = 0; s < stages; ++s) {
-        uint4* tile = reinterpret_cast<uint4*>(shared.stage(warp, s));
-        for (int i = lane; i < 2 * T::kTileBytes / 16; i += 32) tile[i] = make_uint4(0, 0, 0, 0);
-      }
-      __syncwarp();
-    }
     keys.fetch(warp);
     keys.lookup();
     keys.fetch(warp + kWarps);
@@ -246,12 +239,10 @@ struct TilePipeline {
         const int row = first + lane / kLanesPerRow;
         const int64_t k_offset = __shfl_sync(0xffffffffu, offset, row);
         const int64_t v_offset = __shfl_sync(0xffffffffu, offset, row + kTileKeys);
-        const bool read = k_offset >= 0;
-        if (segment < segments) {
-          char* target = k_tile + swizzled<T::kSegments>(row, segment);
-          copy(k_data + (read ? k_offset + segment * 16 : 0), target, read);
-          copy(v_data + (read ? v_offset + segment * 16 : 0), target + T::kTileBytes, read);
-        }
+        const bool read = k_offset >= 0 && segment < segments;
+        char* target = k_tile + swizzled<T::kSegments>(row, segment);
+        copy(k_data + (read ? k_offset + segment * 16 : 0), target, read);
+        copy(v_data + (read ? v_offset + segment * 16 : 0), target + T::kTileBytes, read);
       }
       keys.lookup();
       keys.fetch(warp + (n + 2) * kWarps);

@@ -125,15 +125,45 @@ struct PagedKeys {
   int last_seen;
   LaneAddress address;
   int position;
+  int column;  // of the position in the table, and its slot in the page: kept up without dividing
+  int column_slot;
+  int step_columns;  // from one tile of a warp to its next
+  int step_slots;
   int page;
   int slot;
 
-  __device__ void fetch(int tile) { position = begin + tile * kTileKeys + threadIdx.x % kTileKeys; }
+  __device__ PagedKeys(const int32_t* request_table, int page_tokens, int begin_key, int end_key, int first_seen_key,
+                       int last_seen_key, const LaneAddress& lane_address)
+      : table(request_table),
+        page_size(page_tokens),
+        begin(begin_key),
+        end(end_key),
+        first_seen(first_seen_key),
+        last_seen(last_seen_key),
+        address(lane_address),
+        step_columns(kWarps * kTileKeys / page_tokens),
+        step_slots(kWarps * kTileKeys % page_tokens),
+        page(-1),
+        slot(0) {
+    position = begin + threadIdx.x / 32 * kTileKeys + threadIdx.x % kTileKeys;
+    column = position / page_size - step_columns;
+    column_slot = position % page_size - step_slots;
+  }
+
+  __device__ void fetch(int tile) {
+    position = begin + tile * kTileKeys + threadIdx.x % kTileKeys;
+    column += step_columns;
+    column_slot += step_slots;
+    if (column_slot >= page_size) {
+      column_slot -= page_size;
+      ++column;
+    }
+  }
   __device__ void lookup() {
     page = -1;
     if (position < end && position >= first_seen && position <= last_seen) {
-      page = __ldg(table + position / page_size);
-      slot = position % page_size;
+      page = __ldg(table + column);
+      slot = column_slot;
     }
   }
   __device__ int64_t offset() const { return address(page, slot); }
@@ -367,16 +397,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   int first_seen, last_seen, unused;
   request.visible(p, 0, first_seen, unused);
   request.visible(p, request.q_len - 1, unused, last_seen);
-  PagedKeys keys = {p.cache.block_table + b * p.cache.block_table_stride,
-                    p.cache.page_size,
-                    begin,
-                    end,
-                    first_seen,
-                    last_seen,
-                    LaneAddress(p.cache, kv_head, T::kCacheBytes),
-                    0,
-                    -1,
-                    0};
+  PagedKeys keys = {
+      p.cache.block_table + b * p.cache.block_table_stride, p.cache.page_size, begin, end, first_seen, last_seen,
+      LaneAddress(p.cache, kv_head, T::kCacheBytes)};
   const Scoring scoring = {p.softmax_scale * descale_of(p.cache.k, b, kv_head), p.softcap, request.first_full_key,
                            request.last_full_key};
   const int warp_tile = T::kSplitRows ? unit.row_tile * kWarps + threadIdx.x / 32 : unit.row_tile;
