@@ -110,6 +110,12 @@ __device__ __forceinline__ int swizzled(int row, int segment) {
   return (row * kSegments + (segment ^ key)) * 16;
 }
 
+// The same for a row's segment + odd (0 | 1) with an even segment: of swizzled(row, odd), all that depends on
+// the lane, only three bits change from segment to segment.
+__device__ __forceinline__ int stepped(int swizzled_odd, int segment) {
+  return (swizzled_odd ^ ((segment & 6) * 16)) + (segment & ~7) * 16;
+}
+
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const char* address) {
   cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(address), r[0], r[1], r[2], r[3]);
 }
@@ -149,7 +155,8 @@ struct QueryTile {
 
   __device__ __forceinline__ void fragment(uint32_t (&a)[4], int row_tile, int k_step) const {
     const int lane = threadIdx.x & 31;
-    load_matrices(a, data + swizzled<T::kQuerySegments>(16 * row_tile + (lane & 15), 2 * k_step + (lane >> 4)));
+    const char* rows = data + 16 * row_tile * T::kQuerySegments * 16;
+    load_matrices(a, rows + stepped(swizzled<T::kQuerySegments>(lane & 15, lane >> 4), 2 * k_step));
   }
 };
 
@@ -199,7 +206,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[T::kKeyTiles][T::k
   using Element = typename T::Element;
   const int lane = threadIdx.x & 31;
   const int row = (lane & 7) + (lane >> 4) * 8;
-  const int half = (lane >> 3) & 1;
+  const int lane_offset = swizzled<T::kSegments>(row, (lane >> 3) & 1);
 #pragma unroll
   for (int t = 0; t < T::kKeyTiles; ++t) {
 #pragma unroll
@@ -214,7 +221,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[T::kKeyTiles][T::k
     uint32_t r[T::kKeyTiles][4];
 #pragma unroll
     for (int t = 0; t < T::kKeyTiles; ++t) {
-      load_matrices(r[t], k_tile + t * tile_distance + swizzled<T::kSegments>(row, segment + half));
+      load_matrices(r[t], k_tile + t * tile_distance + stepped(lane_offset, segment));
     }
     constexpr int kSteps = T::kFp8 ? 2 : 1;
 #pragma unroll
@@ -245,11 +252,12 @@ __device__ __forceinline__ void accumulate_values(float (&output)[T::kRowTiles][
   using Element = typename T::Element;
   const int lane = threadIdx.x & 31;
   const int row = (lane & 7) + ((lane >> 3) & 1) * 8;
+  const int lane_offset = swizzled<T::kSegments>(row, lane >> 4);
 #pragma unroll
   for (int segment = 0; segment < T::kSegments; segment += 2) {
     // r[2 * h + n]: keys 8n to 8n + 7 of segment + h
     uint32_t r[4];
-    load_matrices_transposed(r, v_tile + swizzled<T::kSegments>(row, segment + (lane >> 4)));
+    load_matrices_transposed(r, v_tile + stepped(lane_offset, segment));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if constexpr (T::kFp8) {
