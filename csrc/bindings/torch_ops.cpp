@@ -3,163 +3,15 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
-#include <initializer_list>
-#include <limits>
-#include <optional>
-#include <sstream>
-#include <stdexcept>
-#include <string>
-
+#include "bindings/checks.h"
 #include "vegas_ops/api.h"
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // Exists only in CUDA builds of torch: weak, so that this file loads beside a CPU-only torch.
 extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
+namespace vegas_ops::bindings {
 namespace {
-
-// ---------------------------------------------------------------------------------------------------------------
-// Checks: each error names the argument.
-
-template <class... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
-}
-
-const char* dtype_name(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::Float8_e4m3fn:
-      return "float8_e4m3fn";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Double:
-      return "float64";
-    default:
-      return "another dtype";
-  }
-}
-
-std::string shape_of(const Tensor& t) {
-  std::ostringstream s;
-  s << "(";
-  for (int64_t i = 0; i < t.dim(); ++i) s << (i ? ", " : "") << t.size(i);
-  s << (t.dim() == 1 ? ",)" : ")");
-  return s.str();
-}
-
-std::string device_of(bool cuda, int64_t index) { return cuda ? "cuda:" + std::to_string(index) : "cpu"; }
-
-constexpr int64_t kAny = -1;
-
-// Where all tensors of a call must be: on the query's (or the logits') device.
-struct Place {
-  explicit Place(const Tensor& t) : cuda(t.is_cuda()), index(t.is_cuda() ? t.get_device_index() : 0) {}
-  VegasDevice device() const { return cuda ? VEGAS_CUDA : VEGAS_CPU; }
-
-  void check(const Tensor& t, const char* name) const {
-    int64_t other = t.is_cuda() ? t.get_device_index() : 0;
-    if (t.is_cuda() != cuda || other != index) {
-      refuse("`", name, "` must be on ", device_of(cuda, index), " like the first argument, got ",
-             t.is_cuda() || t.is_cpu() ? device_of(t.is_cuda(), other) : "another device");
-    }
-  }
-
-  bool cuda;
-  int64_t index;
-};
-
-void check_shape(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
-  bool same = t.dim() == static_cast<int64_t>(shape.size());
-  int64_t i = 0;
-  for (int64_t size : shape) {
-    same = same && (size == kAny || t.size(i) == size);
-    ++i;
-  }
-  if (same) return;
-  std::ostringstream wanted;
-  wanted << "(";
-  i = 0;
-  for (int64_t size : shape) {
-    if (i++) wanted << ", ";
-    if (size == kAny)
-      wanted << "any";
-    else
-      wanted << size;
-  }
-  refuse("`", name, "` must have shape ", wanted.str(), shape.size() == 1 ? ",)" : ")", ", got ", shape_of(t));
-}
-
-void check_dtype(const Tensor& t, const char* name, ScalarType type) {
-  if (t.scalar_type() != type) {
-    refuse("`", name, "` must be ", dtype_name(type), ", got ", dtype_name(t.scalar_type()));
-  }
-}
-
-void check_last_dim_contiguous(const Tensor& t, const char* name) {
-  int64_t last = t.dim() - 1;
-  if (t.size(last) > 1 && t.stride(last) != 1) {
-    refuse("`", name, "` must have a contiguous last dimension, got stride ", t.stride(last));
-  }
-}
-
-void check_contiguous(const Tensor& t, const char* name) {
-  if (!t.is_contiguous()) refuse("`", name, "` must be contiguous");
-}
-
-int32_t narrow(int64_t value, const char* name) {
-  if (value < std::numeric_limits<int32_t>::min() || value > std::numeric_limits<int32_t>::max()) {
-    refuse("`", name, "` must fit 32 bits, got ", value);
-  }
-  return static_cast<int32_t>(value);
-}
-
-VegasDtype to_vegas(const Tensor& t, const char* name) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return VEGAS_FLOAT32;
-    case ScalarType::BFloat16:
-      return VEGAS_BFLOAT16;
-    case ScalarType::Half:
-      return VEGAS_FLOAT16;
-    case ScalarType::Float8_e4m3fn:
-      return VEGAS_FP8_E4M3;
-    default:
-      refuse("`", name, "` must be float32, bfloat16, float16 or float8_e4m3fn, got ", dtype_name(t.scalar_type()));
-  }
-}
-
-// An optional contiguous vector or matrix; null where absent.
-template <class T>
-const T* optional_data(const OptionalTensor& t, const char* name, std::initializer_list<int64_t> shape,
-                       const Place& place) {
-  if (!t) return nullptr;
-  check_dtype(*t, name, std::is_same_v<T, float> ? ScalarType::Float : ScalarType::Int);
-  check_shape(*t, name, shape);
-  place.check(*t, name);
-  check_contiguous(*t, name);
-  return static_cast<const T*>(t->const_data_ptr());
-}
-
-template <class T>
-const T* data(const Tensor& t, const char* name, std::initializer_list<int64_t> shape, const Place& place) {
-  return optional_data<T>(OptionalTensor(t), name, shape, place);
-}
 
 void set_workspace(void*& pointer, size_t& bytes, const OptionalTensor& workspace, const Place& place) {
   pointer = nullptr;
@@ -203,6 +55,19 @@ void set_view(VegasCacheView& view, const Tensor& t, const char* name, const Pla
   view.stride_head = t.stride(2);
 }
 
+// Of a cache or of a selection.
+template <class Params>
+void set_block_table(Params& params, const OptionalTensor& block_table, int64_t batch, const Place& place) {
+  if (!block_table) return;
+  check_dtype(*block_table, "block_table", ScalarType::Int);
+  check_shape(*block_table, "block_table", {batch, kAny});
+  place.check(*block_table, "block_table");
+  check_last_dim_contiguous(*block_table, "block_table");
+  params.block_table = static_cast<const int32_t*>(block_table->const_data_ptr());
+  params.block_table_stride = block_table->stride(0);
+  params.max_pages = narrow(block_table->size(1), "block_table");
+}
+
 VegasPagedCache paged_cache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                             const OptionalTensor& block_table, const OptionalTensor& k_descale,
                             const OptionalTensor& v_descale, int64_t batch, const Place& place) {
@@ -223,15 +88,7 @@ VegasPagedCache paged_cache(const Tensor& q, const Tensor& k_cache, const Tensor
   c.head_dim = narrow(k_cache.size(3), "head_dim");
   set_descale(c.k, k_descale, "k_descale", batch, c.num_heads_kv, place);
   set_descale(c.v, v_descale, "v_descale", batch, c.num_heads_kv, place);
-  if (block_table) {
-    check_dtype(*block_table, "block_table", ScalarType::Int);
-    check_shape(*block_table, "block_table", {batch, kAny});
-    place.check(*block_table, "block_table");
-    check_last_dim_contiguous(*block_table, "block_table");
-    c.block_table = static_cast<const int32_t*>(block_table->const_data_ptr());
-    c.block_table_stride = block_table->stride(0);
-    c.max_pages = narrow(block_table->size(1), "block_table");
-  }
+  set_block_table(c, block_table, batch, place);
   return c;
 }
 
@@ -439,16 +296,8 @@ void topk_aggregate_logits(const Tensor& logits, int64_t dump, const Tensor& seq
   p.num_recent = narrow(num_recent, "num_recent");
   p.count_forced = count_forced;
   p.per_kv_head = per_kv_head;
-  if (block_table) {
-    check_dtype(*block_table, "block_table", ScalarType::Int);
-    check_shape(*block_table, "block_table", {batch, kAny});
-    place.check(*block_table, "block_table");
-    check_last_dim_contiguous(*block_table, "block_table");
-    p.block_table = static_cast<const int32_t*>(block_table->const_data_ptr());
-    p.block_table_stride = block_table->stride(0);
-    p.max_pages = narrow(block_table->size(1), "block_table");
-    p.page_size = narrow(page_size, "page_size");
-  }
+  set_block_table(p, block_table, batch, place);
+  if (block_table) p.page_size = narrow(page_size, "page_size");
   p.max_k = narrow(max_k, "max_k");
   int64_t lists = int64_t{p.layers} * batch * (per_kv_head ? p.num_heads : 1);
   check_dtype(indices, "indices", ScalarType::Int);
@@ -457,7 +306,7 @@ void topk_aggregate_logits(const Tensor& logits, int64_t dump, const Tensor& seq
   place.check(topk_length, "topk_length");
   check_contiguous(indices, "indices");
   check_contiguous(topk_length, "topk_length");
-  if (indices.numel() != lists * max_k || indices.size(indices.dim() - 1) != max_k) {
+  if (indices.dim() == 0 || indices.numel() != lists * max_k || indices.size(indices.dim() - 1) != max_k) {
     refuse("`indices` must hold ", lists, " lists of max_k = ", max_k, ", got shape ", shape_of(indices));
   }
   if (topk_length.numel() != lists) {
@@ -572,6 +421,7 @@ Tensor new_workspace(const Tensor& like, int64_t op, int64_t max_batch, int64_t 
 }
 
 }  // namespace
+}  // namespace vegas_ops::bindings
 
 STABLE_TORCH_LIBRARY(vegas_ops, m) {
   m.def(
@@ -599,19 +449,19 @@ STABLE_TORCH_LIBRARY(vegas_ops, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vegas_ops, CPU, m) {
-  m.impl("flash_attn_with_logit_dump", TORCH_BOX(&flash_attn_with_logit_dump));
-  m.impl("topk_aggregate_logits", TORCH_BOX(&topk_aggregate_logits));
-  m.impl("aggregate_logits", TORCH_BOX(&aggregate_logits));
-  m.impl("sparse_paged_decode", TORCH_BOX(&sparse_paged_decode));
+  m.impl("flash_attn_with_logit_dump", TORCH_BOX(&vegas_ops::bindings::flash_attn_with_logit_dump));
+  m.impl("topk_aggregate_logits", TORCH_BOX(&vegas_ops::bindings::topk_aggregate_logits));
+  m.impl("aggregate_logits", TORCH_BOX(&vegas_ops::bindings::aggregate_logits));
+  m.impl("sparse_paged_decode", TORCH_BOX(&vegas_ops::bindings::sparse_paged_decode));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vegas_ops, CUDA, m) {
-  m.impl("flash_attn_with_logit_dump", TORCH_BOX(&flash_attn_with_logit_dump));
-  m.impl("topk_aggregate_logits", TORCH_BOX(&topk_aggregate_logits));
-  m.impl("aggregate_logits", TORCH_BOX(&aggregate_logits));
-  m.impl("sparse_paged_decode", TORCH_BOX(&sparse_paged_decode));
+  m.impl("flash_attn_with_logit_dump", TORCH_BOX(&vegas_ops::bindings::flash_attn_with_logit_dump));
+  m.impl("topk_aggregate_logits", TORCH_BOX(&vegas_ops::bindings::topk_aggregate_logits));
+  m.impl("aggregate_logits", TORCH_BOX(&vegas_ops::bindings::aggregate_logits));
+  m.impl("sparse_paged_decode", TORCH_BOX(&vegas_ops::bindings::sparse_paged_decode));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vegas_ops, CompositeExplicitAutograd, m) {
-  m.impl("new_workspace", TORCH_BOX(&new_workspace));
+  m.impl("new_workspace", TORCH_BOX(&vegas_ops::bindings::new_workspace));
 }
