@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,12 @@ CPU, CUDA = 0, 1
 INVALID_ARGUMENT = 1
 
 
+LIBRARY = Path(vegas_ops.__file__).with_name("libvegas.so")
+
+
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(Path(vegas_ops.__file__).with_name("libvegas.so")))
+    library = ctypes.CDLL(str(LIBRARY))
     library.vegas_last_error.restype = ctypes.c_char_p
     for op in OPS:
         getattr(library, op).argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
@@ -61,3 +66,15 @@ def test_unknown_device(library: ctypes.CDLL, op: str, device: int) -> None:
 )
 def test_zeroed_parameters(library: ctypes.CDLL, op: str, device: int, argument: str) -> None:
     assert argument in refused(library, op, ctypes.create_string_buffer(4096), device)
+
+
+def test_instruction_sets_share_no_code() -> None:
+    """The linker keeps one copy of a template of the standard library, whatever set it was compiled for."""
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("needs nm")
+    listed = subprocess.run([nm, "-C", "--defined-only", LIBRARY], capture_output=True, text=True, check=True)
+    names = [line.split(maxsplit=2)[-1] for line in listed.stdout.splitlines()]
+    if not any("vegas_ops::baseline::" in name for name in names):
+        pytest.skip("the library's symbols were stripped")
+    assert not [name for name in names if "std::" in name or "__gnu_cxx::" in name]
