@@ -7,6 +7,7 @@ VEGAS_TORCH_DIR, MAX_JOBS, VEGAS_CMAKE_ARGS.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -85,18 +86,9 @@ def find_cutlass(download_to: Path) -> Path | None:
     unpacked = download_to / "cutlass_library" / "source" / "include"
     if not unpacked.is_dir():
         download_to.mkdir(parents=True, exist_ok=True)
-        wheel = f"nvidia-cutlass=={CUTLASS_VERSION}"
-        fetch = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(download_to),
-            wheel,
-        ]
+        # pip's build isolation hides pip itself as well; its folder can be run.
+        fetch = [sys.executable, str(package_folder("pip")), "download", "--quiet", "--no-deps"]
+        fetch += ["--dest", str(download_to), f"nvidia-cutlass=={CUTLASS_VERSION}"]
         if subprocess.run(fetch).returncode != 0:
             return None
         for archive in download_to.glob("nvidia_cutlass-*.whl"):
@@ -142,10 +134,12 @@ def run(command: list[str]) -> None:
     if process.wait() == 0:
         return
     text = "\n".join(lines)
-    first = next(
-        (line for line in lines if re.search(r"\berror\b|FATAL|undefined reference|Killed", line)),
-        lines[-1] if lines else "",
-    )
+    symptom = re.compile(r"\berror\b|undefined reference|Killed", re.IGNORECASE)
+    at = next((i for i, line in enumerate(lines) if symptom.search(line)), len(lines) - 1)
+    first = lines[at].strip() if lines else "no output"
+    if first.startswith("CMake Error"):  # its explanation follows, indented
+        explanation = itertools.takewhile(lambda line: not line or line[0] == " ", lines[at + 1 :])
+        first = " ".join([first, *(line.strip() for line in explanation if line)])
     hint = ""
     if "Killed" in text or "cannot allocate memory" in text.lower() or "out of memory" in text.lower():
         hint = " Memory ran out: set MAX_JOBS=1."
@@ -153,7 +147,7 @@ def run(command: list[str]) -> None:
         hint = " A header is missing: check the compiler, torch and CUTLASS installations."
     elif "CMAKE_CXX_COMPILER" in text and "No CMAKE_CXX_COMPILER" in text:
         hint = " No C++ compiler: install g++ 11 or newer (or clang++) or set CXX."
-    raise SystemExit(f"vegas_ops: the build failed at: {first.strip()}.{hint}")
+    raise SystemExit(f"vegas_ops: the build failed at: {first}.{hint}")
 
 
 class CMakeBuild(build_ext):
