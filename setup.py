@@ -156,10 +156,14 @@ class CMakeBuild(build_ext):
 
         torch = find_torch()
         build = Path(self.build_temp).resolve()
+        if self.editable_mode:
+            # Setuptools builds in a temporary folder: every change would compile everything anew.
+            build = ROOT / "build" / f"editable-{sys.implementation.cache_tag}"
         build.mkdir(parents=True, exist_ok=True)
         cuda = os.environ.get("VEGAS_CUDA", "AUTO").upper()
         nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
         arguments = [
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or 'ninja'}",
             f"-DCMAKE_INSTALL_PREFIX={ROOT if self.inplace else Path(self.build_lib).resolve()}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
