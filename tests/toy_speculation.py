@@ -95,20 +95,21 @@ def first_two_tokens(
 
 
 def p_value(counts: Tensor, expected: Tensor) -> float:
-    """Pearson's chi-square; cells are pooled, rarest first, until 5 are expected in each."""
-    order = expected.argsort()
-    counts, expected = counts[order].double(), expected[order].double()
+    """Pearson's chi-square; the rarest cells are pooled, in groups of 5 expected and more."""
     if counts[expected == 0].sum() > 0:
         return 0.0  # what cannot happen did
-    reach = expected.cumsum(0)
-    pooled = int((reach < 5).sum()) + 1
-    counts = torch.cat([counts[:pooled].sum()[None], counts[pooled:]])
-    expected = torch.cat([expected[:pooled].sum()[None], expected[pooled:]])
-    keep = expected >= 5
-    if not keep.all():  # possible in the pooled cell alone, if everything is rare
-        counts, expected = counts[keep], expected[keep]
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return float(chi2.sf(float(statistic), len(counts) - 1))
+    order = expected.argsort()
+    order = order[expected[order] > 0]
+    cells = [(0.0, 0.0)]
+    for count, e in zip(counts[order].tolist(), expected[order].tolist(), strict=True):
+        if cells[-1][1] >= 5:
+            cells.append((0.0, 0.0))
+        cells[-1] = (cells[-1][0] + count, cells[-1][1] + e)
+    if len(cells) > 1 and cells[-1][1] < 5:
+        (count, e), (last_count, last_e) = cells[-2:]
+        cells[-2:] = [(count + last_count, e + last_e)]
+    statistic = sum((count - e) ** 2 / e for count, e in cells)
+    return float(chi2.sf(statistic, len(cells) - 1))
 
 
 def exact(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
