@@ -78,7 +78,8 @@ struct LaneAddress {
     page_stride = view.stride_page * element_bytes;
     token_stride = view.stride_token * element_bytes;
     head_offset = view.stride_head * element_bytes * head;
-    num_pages = static_cast<int>(cache.num_pages);
+    // Page ids are 32-bit, so no table names a page beyond.
+    num_pages = cache.num_pages < INT_MAX ? static_cast<int>(cache.num_pages) : INT_MAX;
   }
 
   // -1 for a page outside the cache.

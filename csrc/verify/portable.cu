@@ -86,6 +86,8 @@ PlanBounds plan_bounds(RowMapping mapping, int rows, int batch, int64_t max_seql
       dump_floats};
 }
 
+constexpr int kMostRows = 1 << 30;  // packed rows of a request
+
 int token_tiles_of(RowMapping mapping, int max_q_len, int group) {
   return ceil_div((max_q_len < 2 ? max_q_len : 2) * group, mapping.warp_rows());
 }
@@ -93,7 +95,8 @@ int token_tiles_of(RowMapping mapping, int max_q_len, int group) {
 // A call within the bounds may have fewer rows, and so any mapping up to the bounds' own.
 size_t workspace_for_rows(const VegasBounds& b) {
   const int group = b.num_heads_q / b.num_heads_kv;
-  const int most_rows = b.max_q_len * group + 2;
+  const int64_t all_rows = int64_t{b.max_q_len} * group + 2;
+  const int most_rows = all_rows < kMostRows ? static_cast<int>(all_rows) : kMostRows;
   const int own = row_mapping_for(most_rows, b.head_dim);
   const int invariant = invariant_row_mapping(b.head_dim);
   size_t most = 0;
@@ -114,9 +117,12 @@ size_t workspace_for_rows(const VegasBounds& b) {
 }  // namespace
 }  // namespace portable
 
-int verify_portable(const VegasVerifyParams& p, void* stream_handle) {
+int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
   using namespace portable;
-  if (p.batch == 0 || p.total_q == 0 || p.max_seqlen_q == 0) return VEGAS_OK;
+  VegasVerifyParams p = params;
+  // No request has more rows than there are: a loose bound costs nothing.
+  if (p.max_seqlen_q > p.total_q) p.max_seqlen_q = p.total_q;
+  if (p.batch == 0 || p.max_seqlen_q == 0) return VEGAS_OK;
   const int unit = p.cache.dtype == VEGAS_FP8_E4M3 ? 16 : 8;
   VEGAS_CHECK(p.cache.head_dim <= 256 && p.cache.head_dim % unit == 0,
               "`head_dim` must be a multiple of %d up to 256 for this cache on CUDA, got %d", unit, p.cache.head_dim);
@@ -124,7 +130,10 @@ int verify_portable(const VegasVerifyParams& p, void* stream_handle) {
   const bool guided = p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD;
   const bool summed = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT;
   const int guides = guided ? 2 : 0;
-  const int rows = p.max_seqlen_q * group + guides;
+  const int64_t all_rows = int64_t{p.max_seqlen_q} * group + guides;
+  VEGAS_CHECK(all_rows <= kMostRows, "`max_seqlen_q` must mean at most %d rows of a KV head, got %d", kMostRows,
+              p.max_seqlen_q);
+  const int rows = static_cast<int>(all_rows);
   const RowMapping mapping = kRowMappings[p.batch_invariant ? invariant_row_mapping(p.cache.head_dim)
                                                             : row_mapping_for(rows, p.cache.head_dim)];
   const int tile_rows = mapping.tile_rows();
@@ -170,6 +179,7 @@ int verify_portable(const VegasVerifyParams& p, void* stream_handle) {
     error = cudaGetLastError();
   }
   if (error != cudaSuccess) {
+    cudaGetLastError();  // returned here, so the next call must not find it
     return fail(VEGAS_CUDA_ERROR, "flash_attn_with_logit_dump: launch failed: %s", cudaGetErrorString(error));
   }
   return VEGAS_OK;

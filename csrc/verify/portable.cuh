@@ -24,7 +24,7 @@ struct VerifyRequest {
 
   __device__ VerifyRequest(const VegasVerifyParams& p, int b) {
     q_begin = clamp(p.cu_seqlens_q[b], 0, p.total_q);
-    q_len = clamp(min(p.cu_seqlens_q[b + 1], p.total_q) - q_begin, 0, p.max_seqlen_q);
+    q_len = min(clamp(p.cu_seqlens_q[b + 1], q_begin, p.total_q) - q_begin, p.max_seqlen_q);
     const int64_t capacity = int64_t{p.cache.max_pages} * p.cache.page_size;
     const int bound = capacity < p.max_seqlen_k ? static_cast<int>(capacity) : p.max_seqlen_k;
     keys = clamp(p.seqused_k[b], 0, bound);
