@@ -180,7 +180,7 @@ def test_case_101_configures_for_cuda_without_a_gpu(tmp_path: Path, architecture
         ("[1/9] c++ a.cpp\nc++: fatal error: Killed signal terminated program cc1plus", "Killed.*MAX_JOBS=1"),
         ("ld: a.o: undefined reference to `f'\ncollect2: error: ld returned 1", "undefined reference to `f'"),
         ("CMake Error: No CMAKE_CXX_COMPILER could be found.", "No C\\+\\+ compiler"),
-        ("-- a\nCMake Error at b:1 (message):\n  no\n  headers\nCall Stack", "b:1 \\(message\\): no headers\\."),
+        ("CMake Error at b:1 (message):\n  no\n  headers\nCall Stack", "b:1 \\(message\\): no headers\\."),
     ],
 )  # fmt: skip
 def test_case_104_first_error_and_a_hint(setup_py: ModuleType, output: str, expected: str) -> None:
