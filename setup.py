@@ -174,8 +174,9 @@ class CMakeBuild(build_ext):
             check_cuda_versions(nvcc, torch)
             if cutlass := find_cutlass(build / "cutlass"):
                 arguments.append(f"-DVEGAS_CUTLASS_DIR={cutlass}")
-            if architectures := os.environ.get("VEGAS_CUDA_ARCHITECTURES"):
-                arguments.append(f"-DVEGAS_CUDA_ARCHITECTURES={architectures}")
+            name = "VEGAS_CUDA_ARCHITECTURES"
+            # Unset, it means the default, not what an earlier build in the same folder was told.
+            arguments.append(f"-D{name}={os.environ[name]}" if os.environ.get(name) else f"-U{name}")
         arguments += shlex.split(os.environ.get("VEGAS_CMAKE_ARGS", ""))
         jobs = job_count(memory_limit(), len(os.sched_getaffinity(0)), os.environ.get("MAX_JOBS"))
         run(["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build), *arguments])
