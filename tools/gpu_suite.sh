@@ -13,7 +13,7 @@ python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 op_tests=(tests/test_verify.py tests/test_select.py tests/test_sparse.py)
 # Tests of the package itself build and install; that is no affair of a GPU machine.
-all_tests=("${op_tests[@]}" tests/test_arguments.py tests/cases --ignore=tests/cases/test_package_cases.py)
+all_tests=("${op_tests[@]}" tests/test_arguments.py tests/test_loop.py tests/cases --ignore=tests/cases/test_package_cases.py)
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit --format=csv || exit 1
 "$python" - <<'PYTHON' || exit 1
@@ -50,7 +50,7 @@ pytest_summary() { grep -aE '[0-9]+ [a-z]+ in [0-9.]+s' "$1" | tail -1 | tr -d '
 
 run_tests() {
   # Tests with a device run once per device; those on the CPU are not this script's affair.
-  timeout -k 10 510 "$python" -m pytest -q -p no:cacheprovider --timeout=240 -k "not cpu" "${all_tests[@]}" \
+  timeout -k 10 510 "$python" -m pytest -q -p no:cacheprovider --timeout=240 -k "cuda or gpu" "${all_tests[@]}" \
     ${PYTEST_ARGS:-} 2>&1 | tee "$logs/tests.log"
   local rc=${PIPESTATUS[0]}
   record tests "$rc" pytest "$(pytest_summary "$logs/tests.log")"
@@ -69,7 +69,7 @@ run_sanitizer() {
     (
       timeout -k 10 "${SANITIZER_SECONDS:-480}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
         --target-processes all "$python" -m pytest -q -x -p no:cacheprovider \
-        -k "not cpu and (${SANITIZER_TESTS:-$tests})" "${op_tests[@]}" >"$logs/$tool.log" 2>&1
+        -k "cuda and (${SANITIZER_TESTS:-$tests})" "${op_tests[@]}" >"$logs/$tool.log" 2>&1
       echo $? >"$logs/$tool.rc"
     ) &
   done
