@@ -370,3 +370,16 @@ def test_workspace_refuses(device: torch.device, arguments: dict[str, Any]) -> N
     }  # fmt: skip
     with pytest.raises((ValueError, TypeError), match=f"`{next(iter(arguments))}`"):
         vegas_ops.make_workspace(**{**call, **arguments})
+
+
+def test_table_without_columns_on_the_cpu() -> None:
+    """Such a table has no memory behind it; a length beyond it is refused all the same."""
+    call = base_verify(torch.device("cpu"))
+    call["block_table"] = call["block_table"][:, :0]
+    refused(vegas_ops.flash_attn_with_logit_dump, call, "seqused_k")
+    call = base_sparse(torch.device("cpu"))
+    call["block_table"] = call["block_table"][:, :0]
+    refused(vegas_ops.sparse_paged_decode, call, "seqused_k")
+    call = base_select(torch.device("cpu"))
+    call["block_table"] = call["block_table"][:, :0]
+    refused(vegas_ops.topk_aggregate_logits, call, "seqlens")

@@ -297,7 +297,10 @@ void topk_aggregate_logits(const Tensor& logits, int64_t dump, const Tensor& seq
   p.count_forced = count_forced;
   p.per_kv_head = per_kv_head;
   set_block_table(p, block_table, batch, place);
-  if (block_table) p.page_size = narrow(page_size, "page_size");
+  if (block_table) {
+    p.page_size = narrow(page_size, "page_size");
+    if (p.page_size <= 0) refuse("`page_size` must be positive, got ", page_size);
+  }
   p.max_k = narrow(max_k, "max_k");
   int64_t lists = int64_t{p.layers} * batch * (per_kv_head ? p.num_heads : 1);
   check_dtype(indices, "indices", ScalarType::Int);

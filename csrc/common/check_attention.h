@@ -56,12 +56,14 @@ inline int check_softmax(float softmax_scale, float softcap, int window_left, in
   return VEGAS_OK;
 }
 
-// Lengths are host data on the CPU: they must fit the table.
-inline int check_seqused_k(const VegasPagedCache& cache, const int32_t* seqused_k, int batch, int max_seqlen_k) {
+// Lengths are host data on the CPU: where keys are looked up in the table, they must fit it. A table without
+// columns may come as NULL, and has room for nothing.
+inline int check_seqused_k(const VegasPagedCache& cache, const int32_t* seqused_k, int batch, int max_seqlen_k,
+                           bool uses_table) {
   const int64_t tokens = int64_t(cache.max_pages) * cache.page_size;
   for (int b = 0; b < batch; ++b) {
     VEGAS_CHECK(seqused_k[b] >= 0, "`seqused_k` must be 0 or more, got %d for request %d", seqused_k[b], b);
-    VEGAS_CHECK(!cache.block_table || seqused_k[b] <= tokens,
+    VEGAS_CHECK(!uses_table || seqused_k[b] <= tokens,
                 "`seqused_k` must be at most the %lld tokens that `block_table` has room for, got %d for request %d",
                 (long long)tokens, seqused_k[b], b);
     VEGAS_CHECK(seqused_k[b] <= max_seqlen_k, "`seqused_k` must be at most max_seqlen_k, %d, got %d for request %d",

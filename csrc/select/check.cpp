@@ -61,16 +61,19 @@ int check_selection(const VegasSelectParams& p) {
   VEGAS_CHECK(p.num_sink >= 0, "`num_sink` must be >= 0, got %d", p.num_sink);
   VEGAS_CHECK(p.num_recent >= 0, "`num_recent` must be >= 0, got %d", p.num_recent);
   VEGAS_CHECK(p.max_k >= 0, "`max_k` must be >= 0, got %d", p.max_k);
+  VEGAS_CHECK(p.page_size >= 0, "`page_size` must not be negative, got %d", p.page_size);
+  VEGAS_CHECK(p.max_pages >= 0, "`block_table` must have no negative dimension, got %d", p.max_pages);
   VEGAS_CHECK(!p.block_table || p.page_size > 0, "`page_size` must be positive, got %d", p.page_size);
-  VEGAS_CHECK(!p.block_table || p.max_pages >= 0, "`block_table` must have no negative dimension, got %d", p.max_pages);
   const bool empty = p.layers == 0 || p.batch == 0;
   VEGAS_CHECK(empty || p.max_k == 0 || p.indices, "`indices` must be given, got none");
   VEGAS_CHECK(empty || p.topk_length, "`topk_length` must be given, got none");
+  VEGAS_CHECK(empty || p.page_size == 0 || p.max_pages == 0 || p.block_table,
+              "`block_table` must be given with `page_size`, got none");
   return VEGAS_OK;
 }
 
 int check_host_table(const VegasSelectParams& p) {
-  if (!p.block_table) return VEGAS_OK;
+  if (p.page_size == 0) return VEGAS_OK;
   const int64_t capacity = static_cast<int64_t>(p.max_pages) * p.page_size;
   for (int32_t b = 0; b < p.batch; ++b) {
     const int32_t length = p.seqlens[b] < p.max_seqlen_k ? p.seqlens[b] : p.max_seqlen_k;

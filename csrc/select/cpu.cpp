@@ -306,7 +306,7 @@ void emit(const VegasSelectParams& p, int32_t request, const float* scores, int3
     ties -= __builtin_popcount(equal);
     out += append_positions(i, high | equal, out);
   }
-  if (!p.block_table) return;
+  if (p.page_size == 0) return;
   for (int32_t* at = start; at < out; ++at) *at = selection::output_of(p, request, *at);
 }
 

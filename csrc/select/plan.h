@@ -169,7 +169,7 @@ VEGAS_SELECT_INLINE Quota quota_of(const VegasSelectParams& p, int32_t request) 
 // What is written for a chosen token: the token itself, or its slot in the cache; -1 where the page is
 // negative, not in the table, or so far out that its slot is no int32.
 VEGAS_SELECT_INLINE int32_t output_of(const VegasSelectParams& p, int32_t request, int32_t token) {
-  if (!p.block_table) return token;
+  if (p.page_size == 0) return token;
   const int32_t column = token / p.page_size;
   if (column >= p.max_pages) return -1;
   const int64_t page = p.block_table[request * p.block_table_stride + column];

@@ -30,7 +30,8 @@ int check(const VegasSparseParams& p, VegasDevice device) {
     VEGAS_CHECK(p.seqused_k, "`seqused_k` must be given with `window_size`, got NULL");
   }
   if (device != VEGAS_CPU || !p.seqused_k) return VEGAS_OK;
-  return check_seqused_k(p.cache, p.seqused_k, p.batch, INT32_MAX);
+  const bool uses_table = p.cache.block_table || p.tail_start || (!p.indices_are_slots && p.max_k > 0);
+  return check_seqused_k(p.cache, p.seqused_k, p.batch, INT32_MAX, uses_table);
 }
 
 }  // namespace

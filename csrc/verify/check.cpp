@@ -31,7 +31,7 @@ int check_lengths(const VegasVerifyParams& p) {
   }
   VEGAS_CHECK(cu[p.batch] <= p.total_q, "`cu_seqlens_q` must end at or below the %d rows of `q`, got %d", p.total_q,
               cu[p.batch]);
-  return check_seqused_k(p.cache, p.seqused_k, p.batch, p.max_seqlen_k);
+  return check_seqused_k(p.cache, p.seqused_k, p.batch, p.max_seqlen_k, true);
 }
 
 int check(const VegasVerifyParams& p, VegasDevice device) {

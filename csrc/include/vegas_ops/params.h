@@ -117,12 +117,12 @@ typedef struct {
   int32_t num_recent;          // forced: the last num_recent candidates
   int32_t count_forced;        // 1: forced tokens count towards k
   int32_t per_kv_head;         // 1: one list per head of a KV_HEAD dump
-  const int32_t* block_table;  // (batch, max_pages): emit slots; NULL: emit token indices
+  const int32_t* block_table;  // (batch, max_pages); may be NULL where max_pages is 0
   int64_t block_table_stride;
   int32_t max_pages;
-  int32_t page_size;
-  int32_t max_k;  // width of indices
-  float* sums;    // aggregate_logits: (layers, batch, max_seqlen_k), row stride below; else NULL
+  int32_t page_size;  // tokens: emit slots, through the table; 0: emit token indices
+  int32_t max_k;      // width of indices
+  float* sums;        // aggregate_logits: (layers, batch, max_seqlen_k), row stride below; else NULL
   int64_t sums_stride_layer;
   int64_t sums_stride_batch;
   int32_t* indices;      // (layers, batch[, num_heads], max_k), contiguous, ascending, -1 padded
