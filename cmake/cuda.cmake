@@ -28,7 +28,9 @@ function(vegas_add_cuda_kernels library)
   target_include_directories(${library}_portable PRIVATE csrc csrc/include)
   target_include_directories(${library}_portable SYSTEM PRIVATE "${VEGAS_CUTLASS_DIR}")
   target_compile_definitions(${library}_portable PRIVATE VEGAS_WITH_CUDA)
-  target_compile_options(${library}_portable PRIVATE --expt-relaxed-constexpr)
+  # Kernels compress to a quarter; any driver for CUDA 13 unpacks them.
+  target_compile_options(${library}_portable PRIVATE --expt-relaxed-constexpr
+    $<$<VERSION_GREATER_EQUAL:${CMAKE_CUDA_COMPILER_VERSION},13.0>:--compress-mode=size>)
   set_target_properties(${library}_portable PROPERTIES CUDA_ARCHITECTURES "${real}")
   list(JOIN VEGAS_CUDA_ARCHITECTURES " " listed)
   target_compile_definitions(${library} PRIVATE VEGAS_WITH_CUDA "VEGAS_CUDA_ARCHITECTURES=\"${listed}\"")
