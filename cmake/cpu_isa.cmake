@@ -18,7 +18,7 @@ function(vegas_add_cpu_kernels library)
     # Sums may be reordered, so that loops vectorise. Infinities and NaN keep their meaning, and
     # nothing changes the floating-point mode of the process, as -ffast-math would.
     target_compile_options(${target} PRIVATE -O3 -fassociative-math -fno-signed-zeros -fno-trapping-math
-      -fno-math-errno ${flags_${isa}})
+      -fno-math-errno -fno-exceptions ${flags_${isa}})
     target_link_libraries(${target} PRIVATE OpenMP::OpenMP_CXX)
     target_link_libraries(${library} PRIVATE ${target})
   endforeach()

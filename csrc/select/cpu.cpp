@@ -161,7 +161,7 @@ void pool_chunk(const float* sums, int32_t length, int32_t before, int32_t after
   for (int32_t covered = 1; covered < width;) {
     const int32_t step = selection::smaller(covered, width - covered);
     remaining -= step;
-#pragma GCC ivdep  // reads run ahead of writes
+#pragma omp simd  // reads run ahead of writes
     for (int32_t i = 0; i < remaining; ++i) window[i] = window[i] > window[i + step] ? window[i] : window[i + step];
     covered += step;
   }
