@@ -10,7 +10,8 @@ import torch
 from tiny_model import TinyModel, new_cache
 from toy_speculation import p_value
 
-import vegas_ops
+from vegas_ops.models import Qwen3Model, Tokenizer
+from vegas_ops.session import DEMO_MODEL
 from vegas_ops.speculative import (
     POLICIES,
     VEGAS,
@@ -25,6 +26,7 @@ from vegas_ops.speculative import (
     Vegas,
 )
 from vegas_ops.speculative.attention import PrefillContext
+from vegas_ops.speculative.sampling import SamplingBatch, probabilities
 
 POLICY_SAMPLE = [
     *POLICIES.values(),
@@ -163,8 +165,6 @@ def test_the_first_two_sampled_tokens_follow_the_target(model):
     accepted = sum(r.statistics.accepted for r in requests)
     assert 0.2 < accepted / sum(r.statistics.drafted for r in requests) < 0.9
 
-    from vegas_ops.speculative.sampling import SamplingBatch, probabilities
-
     def distribution(text: list[int]) -> torch.Tensor:
         rows: list[torch.Tensor] = []
 
@@ -186,17 +186,12 @@ def test_the_first_two_sampled_tokens_follow_the_target(model):
 
 @pytest.fixture(scope="module")
 def real_model():
-    qwen3 = pytest.importorskip("vegas_ops.models.qwen3")
-    folder = Path(vegas_ops.__file__).parent / "data" / "qwen3-6m-longctx"
-    return qwen3.Qwen3Model.from_pretrained(folder, dtype=torch.float32)
+    return Qwen3Model.from_pretrained(DEMO_MODEL, dtype=torch.float32)
 
 
 def test_greedy_identity_on_a_trained_model(real_model):
     """Python text of three lengths; every policy and gamma in one batch, some of them alone."""
-    from vegas_ops.models.tokenizer import Tokenizer
-
-    folder = Path(vegas_ops.__file__).parent / "data" / "qwen3-6m-longctx"
-    text = Tokenizer(folder).encode(Path(dataclasses.__file__).read_text())
+    text = Tokenizer(DEMO_MODEL).encode(Path(dataclasses.__file__).read_text())
     decoder = SpeculativeDecoder(real_model, new_cache(real_model, 40_000, max_length=4096))
     options = {"max_new_tokens": 24, "ratio": 0.1, "min_tokens": 64}
     bases = [decoder.add(Request(text[:n], gamma=0, **options)) for n in (130, 701, 1500)]

@@ -17,6 +17,7 @@ from vegas_ops.models import ModelFolderError, Qwen3Config, Qwen3Model, RopeScal
 from vegas_ops.models.linear import Linear
 from vegas_ops.models.qwen3 import parameter_shapes
 from vegas_ops.models.rope import rope_table
+from vegas_ops.session import DEMO_MODEL
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
@@ -191,11 +192,7 @@ def shared_models() -> Iterator[Path]:
             return
 
 
-def demo_model() -> Path:
-    return Path(__file__).parents[1] / "vegas_ops" / "data" / "qwen3-6m-longctx"
-
-
-@pytest.mark.parametrize("folder", [demo_model(), *shared_models()], ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", [DEMO_MODEL, *shared_models()], ids=lambda path: path.name)
 def test_real_model_matches_transformers(folder: Path) -> None:
     model = Qwen3Model.from_pretrained(folder, dtype=torch.float32)
     text = Path(json.__file__).read_text() + Path(__file__).read_text()
@@ -407,7 +404,7 @@ def test_refuses_integer_weights_and_dtypes(tmp_path: Path) -> None:
 
 
 def test_stream_gives_whole_characters() -> None:
-    tokenizer = Tokenizer(demo_model())
+    tokenizer = Tokenizer(DEMO_MODEL)
     text = "".join(f"π = {i}, naïve café — 漢字 🙂 x_{i}\n" for i in range(40))
     ids = tokenizer.encode(text)
     push = tokenizer.stream()
