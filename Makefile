@@ -4,8 +4,6 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
-# nvcc from PyPI, where tools/environment.sh installed one
-WHEEL_CUDA := $(wildcard $(VENV)/lib/python3*/site-packages/nvidia/cu13)
 
 .PHONY: demo test bench lint format clean
 
@@ -37,8 +35,13 @@ $(VENV)/.torch: tools/environment.sh
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
-	$(if $(WHEEL_CUDA),CUDACXX=$${CUDACXX:-$(abspath $(WHEEL_CUDA))/bin/nvcc} LIBRARY_PATH=$(abspath $(WHEEL_CUDA))/lib) \
-	  $(BIN)/python -m pip --disable-pip-version-check install --quiet --editable ".[test]"
+	# nvcc from PyPI, where tools/environment.sh has just installed one
+	for cuda in $(abspath $(VENV))/lib/python3*/site-packages/nvidia/cu13; do \
+	  if [ -z "$$CUDACXX" ] && [ -x "$$cuda/bin/nvcc" ]; then \
+	    export CUDACXX="$$cuda/bin/nvcc" LIBRARY_PATH="$$cuda/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}"; \
+	  fi; \
+	done; \
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --editable ".[test]"
 	touch $@
 
 # Not as an extra of the package: that would build it once more.
