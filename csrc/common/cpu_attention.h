@@ -204,7 +204,7 @@ VEGAS_INLINE void prefetch(const Tile& tile, const void* row, int bytes) {
 template <class T>
 VEGAS_INLINE void transpose_tile(const T* const* k, int d, float* keys) {
   vfloat a[kWidth];
-  if constexpr (kIsBf16<T>) {
+  if constexpr (std::is_same_v<T, Bf16>) {
     // Two bf16 are one element of the transposition, and part into two rows afterwards.
 #pragma GCC unroll 16
     for (int i = 0; i < kWidth; ++i) a[i] = load_as<vfloat>(k[i] + d);
@@ -227,7 +227,7 @@ VEGAS_INLINE void transpose_tile(const T* const* k, int d, float* keys) {
 // tile.keys[d][j] = K[j][d]
 template <class T>
 inline void transpose_keys(const Tile& tile) {
-  constexpr int kStep = kIsBf16<T> ? 2 * kWidth : kWidth;
+  constexpr int kStep = std::is_same_v<T, Bf16> ? 2 * kWidth : kWidth;
   const KeyBlock& block = *tile.block;
   for (int j = 0; j < block.count; j += kWidth) {
     const T* const* k = reinterpret_cast<const T* const*>(block.k) + j;

@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include <type_traits>
 #include <utility>
 
 #include "common/cpu_isa.h"
@@ -39,11 +40,6 @@ struct Fp16 {
 struct Fp8E4M3 {
   uint8_t bits;
 };
-
-template <class T>
-constexpr bool kIsBf16 = false;
-template <>
-constexpr bool kIsBf16<Bf16> = true;
 
 constexpr float kInfinity = __builtin_inff();
 
