@@ -31,10 +31,12 @@ clean:
 	rm -rf build $(VENV) vegas_ops/*.so
 
 $(VENV)/.torch: tools/environment.sh
+	@echo "Setting up $(VENV): torch and what it needs"
 	tools/environment.sh $(VENV) $(PYTHON)
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
+	@echo "Building and installing vegas_ops: a minute, with CUDA kernels for all architectures several"
 	# nvcc from PyPI, where tools/environment.sh has just installed one
 	for cuda in $(abspath $(VENV))/lib/python3*/site-packages/nvidia/cu13; do \
 	  if [ -z "$$CUDACXX" ] && [ -x "$$cuda/bin/nvcc" ]; then \

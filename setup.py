@@ -60,13 +60,19 @@ def find_torch() -> Path:
     return torch
 
 
+def torch_cuda(torch: Path) -> re.Match[str] | None:
+    """Major and minor CUDA version that torch was built for; None for a CPU-only build."""
+    text = (torch / "version.py").read_text()
+    return re.search(r"^cuda(?:: [^=]*)? = '(\d+)\.(\d+)", text, re.MULTILINE)
+
+
 def check_cuda_versions(nvcc: str, torch: Path) -> None:
     """A torch for another major CUDA version is refused early; minor differences are fine."""
     release = re.search(
         r"release (\d+)\.(\d+)",
         subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout,
     )
-    built = re.search(r"^cuda(?:: [^=]*)? = '(\d+)\.(\d+)", (torch / "version.py").read_text(), re.MULTILINE)
+    built = torch_cuda(torch)
     if release and built and release[1] != built[1]:
         raise SystemExit(
             f"vegas_ops: nvcc is CUDA {release[1]}.{release[2]}, "
@@ -147,7 +153,7 @@ def run(command: list[str]) -> None:
         hint = " A header is missing: check the compiler, torch and CUTLASS installations."
     elif "CMAKE_CXX_COMPILER" in text and "No CMAKE_CXX_COMPILER" in text:
         hint = " No C++ compiler: install g++ 11 or newer (or clang++) or set CXX."
-    raise SystemExit(f"vegas_ops: the build failed at: {first}.{hint}")
+    raise SystemExit(f"vegas_ops: the build failed at: {first.rstrip('.')}.{hint}")
 
 
 class CMakeBuild(build_ext):
@@ -161,7 +167,12 @@ class CMakeBuild(build_ext):
             build = ROOT / "build" / f"editable-{sys.implementation.cache_tag}"
         build.mkdir(parents=True, exist_ok=True)
         cuda = os.environ.get("VEGAS_CUDA", "AUTO").upper()
+        if cuda not in ("AUTO", "ON", "OFF"):
+            raise SystemExit(f"vegas_ops: `VEGAS_CUDA` must be AUTO, ON or OFF, got {cuda}")
         nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+        if cuda == "AUTO" and not torch_cuda(torch):
+            print("vegas_ops: no CUDA kernels, since torch is a CPU-only build; VEGAS_CUDA=ON builds them")
+            cuda = "OFF"
         arguments = [
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or 'ninja'}",
             f"-DCMAKE_INSTALL_PREFIX={ROOT if self.inplace else Path(self.build_lib).resolve()}",

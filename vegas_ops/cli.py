@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         help="plain decoding against Vegas on a real model and a long text",
         description="Continues a long text twice, by plain decoding and with Vegas, and compares.",
     )
-    _add_model_options(demo, required=False)
+    _add_model_options(demo)
     demo.add_argument("--prompt", type=Path, help="UTF-8 text (default: Python's own library sources)")
     demo.add_argument(
         "--context", type=_count, default=DEMO_CONTEXT, help="tokens of the text to keep, its last ones"
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         help="continue a text",
         description="Continues a text; the text goes to standard output, figures to standard error.",
     )
-    _add_model_options(generate, required=True)
+    _add_model_options(generate)
     generate.add_argument("--prompt", type=Path, required=True, help="UTF-8 text, or - for standard input")
     _add_speculation_options(generate, 6, 0.07, "vegas")
     generate.add_argument("--max-new-tokens", type=_count, default=256)
@@ -100,9 +100,10 @@ def _count(text: str) -> int:
     return value
 
 
-def _add_model_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    note = "" if required else " (default: the packaged demo model)"
-    parser.add_argument("--model", type=Path, required=required, help=f"Hugging Face Qwen3 folder{note}")
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face Qwen3 folder (default: the packaged 6M-parameter model)"
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
     parser.add_argument(
         "--dtype",
@@ -117,10 +118,18 @@ def _add_model_options(parser: argparse.ArgumentParser, *, required: bool) -> No
 
 
 def _add_speculation_options(parser: argparse.ArgumentParser, gamma: int, ratio: float, policy: str) -> None:
-    parser.add_argument("--policy", default=policy, help="what drafts attend to (default: %(default)s)")
+    parser.add_argument(
+        "--policy",
+        default=policy,
+        help="what drafts attend to: vegas, vegas-lookahead, streaming, random, topk-oracle or full "
+        "(default: %(default)s)",
+    )
     parser.add_argument("--gamma", type=int, default=gamma, help="drafts per verification (%(default)s)")
     parser.add_argument(
-        "--ratio", type=float, default=ratio, help="share of the context that drafts read (%(default)s)"
+        "--ratio",
+        type=float,
+        default=ratio,
+        help="share of the context that drafts read, at least 256 tokens (%(default)s)",
     )
 
 
@@ -147,7 +156,9 @@ def _device(name: str | None) -> str:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"`device` must be cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"`device` must be present, got {name!r} with {torch.cuda.device_count()} GPUs")
+        kind = "CUDA" if torch.version.cuda else "CPU-only"
+        found = f"{torch.cuda.device_count()} GPUs, torch is a {kind} build"
+        raise ValueError(f"`device` must be present, got {name!r} ({found})")
     if device.type == "cuda" and not has_kernels:
         raise ValueError(f"`device` must be cpu: this build has no CUDA kernels, got {name!r}")
     return name
@@ -176,7 +187,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from vegas_ops.session import DTYPES, Session, printable, read_text
+    from vegas_ops.session import DEMO_MODEL, DTYPES, Session, printable, read_text
     from vegas_ops.speculative import Request, SamplingParams
 
     sampling = SamplingParams(
@@ -189,7 +200,7 @@ def _generate(args: argparse.Namespace) -> int:
     policy, device = _policy(args.policy), _device(args.device)
     text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)
     session = Session(
-        args.model,
+        args.model or DEMO_MODEL,
         device=device,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         batch_invariant=args.batch_invariant,
@@ -234,6 +245,7 @@ class _PromptBar:
 
         self._progress = Progress(console=Console(stderr=True), transient=True)
         self._task = self._progress.add_task("reading the prompt", total=total)
+        self._closed = False
 
     def __enter__(self) -> _PromptBar:
         self._progress.start()
@@ -246,7 +258,9 @@ class _PromptBar:
         self._progress.update(self._task, completed=done, total=total)
 
     def close(self) -> None:
-        self._progress.stop()
+        if not self._closed:  # rich ends each stop with a line where it may not overwrite one
+            self._progress.stop()
+        self._closed = True
 
 
 def _info(args: argparse.Namespace) -> int:

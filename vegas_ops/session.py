@@ -68,11 +68,13 @@ class Session:
         ids = self.tokenizer.encode(text)
         if keep is not None:
             ids = ids[-keep:]
+        if not ids:
+            raise ValueError("`prompt` must hold text, got none")
         limit = self.model.max_position - max_new_tokens
-        if not 1 <= len(ids) <= limit:
+        if len(ids) > limit:
             raise ValueError(
-                f"`prompt` must have 1 to {limit} tokens, so that {max_new_tokens} more fit into the "
-                f"model's context, got {len(ids)}"
+                f"`prompt` must have at most {limit} tokens, so that `max_new_tokens` ({max_new_tokens}) "
+                f"more fit into the model's context, got {len(ids)}"
             )
         return ids
 

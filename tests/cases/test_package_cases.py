@@ -122,6 +122,14 @@ def test_case_098_nvcc_and_torch_versions(
         setup_py.check_cuda_versions(nvcc, torch_folder)
 
 
+@pytest.mark.parametrize(("cuda", "found"), [("13.0", "13"), (None, None)])
+def test_case_098_torch_without_cuda_is_told_apart(
+    setup_py: ModuleType, tmp_path: Path, cuda: str | None, found: str | None
+) -> None:
+    match = setup_py.torch_cuda(fake_torch(tmp_path, "2.11.0", cuda))
+    assert (match[1] if match else None) == found
+
+
 def test_case_098_cpu_torch_accepts_any_nvcc(setup_py: ModuleType, tmp_path: Path) -> None:
     setup_py.check_cuda_versions(fake_nvcc(tmp_path, "12.9"), fake_torch(tmp_path, "2.13.0+cpu", None))
 
