@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -77,4 +78,5 @@ def test_instruction_sets_share_no_code() -> None:
     names = [line.split(maxsplit=2)[-1] for line in listed.stdout.splitlines()]
     if not any("vegas_ops::baseline::" in name for name in names):
         pytest.skip("the library's symbols were stripped")
-    assert not [name for name in names if "std::" in name or "__gnu_cxx::" in name]
+    # cuda::std is the CUDA headers' own, and never compiled for an instruction set.
+    assert not [name for name in names if re.search(r"(?<![\w:])(std|__gnu_cxx)::", name)]

@@ -30,6 +30,11 @@ def setup_py() -> ModuleType:
     return module
 
 
+@pytest.fixture(autouse=True)
+def build_tools_of_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+
+
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(

@@ -23,8 +23,8 @@ class Linear:
 
     On the CPU in fp32 and bf16 the weight is packed once for oneDNN (about twice as fast as
     `F.linear`, which packs in every call) in slices of at most 1,024 input features. Elsewhere
-    `F.linear` runs, and with `fixed_rows=True` always on 64 rows, padded, so that the library picks
-    the same kernel for every row count.
+    `F.linear` runs. `fixed_rows=True` insists: where the layer would not treat rows alike, it always
+    computes 64 rows, padded, so that the library picks the same kernel for every row count.
 
     weight: (out_features, in_features). bias: (out_features,) or None. The weight is not kept when
     it could be packed.
@@ -39,8 +39,8 @@ class Linear:
         self._cuts: list[int] = []  # between slices of input features
         self._packed: list[torch.Tensor] = []
         self._weight: torch.Tensor | None = None
-        if not self._pack(weight):
-            self._weight = weight.contiguous()
+        if not self._pack(weight) or (fixed_rows and not self.is_row_invariant()):
+            self._packed, self._weight = [], weight.contiguous()
 
     @property
     def packed(self) -> bool:
