@@ -127,7 +127,7 @@ def test_bench_runs_what_the_repository_has(
         (("--ratio", "1.5"), "`ratio` must be in [0, 1], got 1.5"),
         (("--temperature", "-1"), "`temperature` must be"),
         (("--prompt", "no such file"), "no such file"),
-        (("--model", "no such folder"), "`folder` must be a directory, got 'no such folder'"),
+        (("--model", "no such folder"), "`model` must be a folder, got 'no such folder'"),
         (("--max-new-tokens", "40000"), "`prompt` must have at most"),
     ],
 )
@@ -139,6 +139,23 @@ def test_mistakes_are_one_line(
     )
     assert status == 2 and out == ""
     assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("plot", ["no such folder/a.png", "a.foo"])
+def test_a_picture_that_cannot_be_written_is_refused_first(
+    capsys: pytest.CaptureFixture[str], prompt_file: Path, plot: str
+) -> None:
+    status, out, err = run(capsys, "demo", "--device", "cpu", "--prompt", prompt_file, "--plot", plot)
+    assert status == 2 and out == ""
+    assert "`plot` must be a .png file in an existing folder" in err and err.count("\n") == 1
+
+
+def test_a_drawn_seed_is_told(capsys: pytest.CaptureFixture[str], prompt_file: Path) -> None:
+    options = ("--device", "cpu", "--prompt", prompt_file, "--temperature", "1", "--max-new-tokens", "8")
+    status, first, err = run(capsys, "generate", *options)
+    assert status == 0
+    seed = err.rsplit("seed ", 1)[1].strip()
+    assert run(capsys, "generate", *options, "--seed", seed)[1] == first
 
 
 def test_a_build_without_cuda_kernels_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

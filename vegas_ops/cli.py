@@ -133,6 +133,12 @@ def _add_speculation_options(parser: argparse.ArgumentParser, gamma: int, ratio:
     )
 
 
+def _model(folder: Path | None) -> Path | None:
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"`model` must be a folder, got {str(folder)!r}")
+    return folder
+
+
 def _policy(name: str) -> Any:
     from vegas_ops.speculative import POLICIES
 
@@ -171,7 +177,7 @@ def _demo(args: argparse.Namespace) -> int:
     from vegas_ops.session import DEMO_MODEL, DTYPES
 
     options = DemoOptions(
-        model=args.model or DEMO_MODEL,
+        model=_model(args.model) or DEMO_MODEL,
         prompt=args.prompt,
         context=args.context,
         max_new_tokens=args.max_new_tokens,
@@ -200,7 +206,7 @@ def _generate(args: argparse.Namespace) -> int:
     policy, device = _policy(args.policy), _device(args.device)
     text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)
     session = Session(
-        args.model or DEMO_MODEL,
+        _model(args.model) or DEMO_MODEL,
         device=device,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         batch_invariant=args.batch_invariant,
@@ -227,10 +233,11 @@ def _generate(args: argparse.Namespace) -> int:
         run = session.run(decoder, request, show)
     print(flush=True)
     statistics = request.statistics
+    seed = f", seed {request.seed}" if args.temperature > 0 else ""
     print(
         f"{len(request.output)} tokens ({request.finish_reason}), {run.tokens_per_second:.1f} tokens/s, "
         f"{statistics.tokens_per_iteration:.2f} tokens per verification, "
-        f"{run.bytes_per_token / 1e6:.2f} MB of KV cache read per token",
+        f"{run.bytes_per_token / 1e6:.2f} MB of KV cache read per token{seed}",
         file=sys.stderr,
     )
     return 0
