@@ -20,12 +20,12 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/native/*.cpp' 'tests/native/*.h')
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'csrc/*')
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*' 'tests/native/*.cpp' 'tests/native/*.h')
 
 clean:
 	rm -rf build $(VENV) vegas_ops/*.so

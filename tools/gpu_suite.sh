@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# What a GPU machine is asked for: the ops' tests on CUDA, compute-sanitizer on a part of them, the benchmarks.
+# What a GPU machine is asked for: the ops' tests on CUDA, the native tests under compute-sanitizer, the benchmarks.
 # usage: tools/gpu_suite.sh [tests] [sanitizer] [bench]     (all three by default; each takes under 9 minutes)
 #
 # Needs a built tree and pytest, hypothesis, rich, matplotlib. Logs and results go to
 # OUT/<GPU name>/ (default benchmarks/results), a line of JSON per part to suite.jsonl there.
-# PYTHON: the interpreter. PYTEST_ARGS, SANITIZER_TESTS: what to run instead of the defaults below.
+# PYTHON: the interpreter. PYTEST_ARGS: more arguments of pytest. SANITIZER_ARGS: of tests/native/ops_test.cpp, such as
+# "--op verify"; SANITIZER_SECONDS: the limit of each sanitizer. VEGAS_OPS_KERNELS goes to all that runs.
 # BENCH_SECONDS: budget of the three benchmarks together. FlashAttention-3 joins them if VEGAS_BENCH_FA3
 # names its library or an xz of it lies in .carry/.
 set -uo pipefail
@@ -57,31 +58,39 @@ run_tests() {
 }
 
 run_sanitizer() {
-  local some="test_splits or test_tail_lengths or test_pooling or test_forced_tokens"
-  local more="$some or test_bad_pages_are_masked or test_adversarial_rows or test_group_sizes"
-  # Each tensor its own allocation: the caching allocator would hide overruns.
-  export PYTORCH_NO_CUDA_MEMORY_CACHING=1 HYPOTHESIS_PROFILE=ci
-  local tool tests rc
+  local folder program kernels=${VEGAS_OPS_KERNELS:-default} tools=(memcheck racecheck initcheck synccheck) tool rc
+  folder=$(mktemp -d)
+  program=$folder/ops_test
+  # Each tensor of this program is an allocation of its own: a framework's allocator would hide overruns, and
+  # importing one under a sanitizer takes longer than all the cases.
+  tests/native/build.sh vegas_ops/libvegas.so "$program" cuda 2>&1 | tee "$logs/native.log"
+  rc=${PIPESTATUS[0]}
+  if [ "$rc" -eq 0 ]; then
+    timeout -k 10 120 "$program" --device cuda 2>&1 | tee "$logs/native.log"
+    rc=${PIPESTATUS[0]}
+  fi
+  record native "$rc" kernels "$kernels" cases "$(tail -n 1 "$logs/native.log")"
+  [ "$rc" -eq 0 ] || return
   # Side by side: they leave the GPU idle most of the time.
-  for tool in memcheck racecheck initcheck; do
-    tests=$some
-    [ "$tool" != memcheck ] || tests=$more
+  for tool in "${tools[@]}"; do
     (
-      timeout -k 10 "${SANITIZER_SECONDS:-480}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
-        --target-processes all "$python" -m pytest -q -x -p no:cacheprovider \
-        -k "cuda and (${SANITIZER_TESTS:-$tests})" "${op_tests[@]}" >"$logs/$tool.log" 2>&1
-      echo $? >"$logs/$tool.rc"
+      options=(--tool "$tool" --error-exitcode 9)
+      # Nothing then lies right behind an allocation, where an overrun would pass for an access to the next.
+      [ "$tool" != memcheck ] || options+=(--padding 4096)
+      timeout -k 10 "${SANITIZER_SECONDS:-480}" compute-sanitizer "${options[@]}" "$program" --device cuda \
+        ${SANITIZER_ARGS:-} >"$logs/$tool.log" 2>&1
+      echo $? >"$folder/$tool.rc"
     ) &
   done
   wait
-  for tool in memcheck racecheck initcheck; do
-    rc=$(cat "$logs/$tool.rc")
-    rm "$logs/$tool.rc"
-    tail -n 15 "$logs/$tool.log"
-    record "$tool" "$rc" pytest "$(pytest_summary "$logs/$tool.log")" \
+  for tool in "${tools[@]}"; do
+    rc=$(cat "$folder/$tool.rc")
+    tail -n 8 "$logs/$tool.log"
+    record "$tool" "$rc" kernels "$kernels" cases "$(grep -aE '^[0-9]+ cases, ' "$logs/$tool.log" | tail -1)" \
+      last "$(grep -aE '^(ok|FAIL) ' "$logs/$tool.log" | tail -1 | tr -s ' ')" \
       sanitizer "$(grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY' "$logs/$tool.log" | tail -1)"
   done
-  unset PYTORCH_NO_CUDA_MEMORY_CACHING
+  rm -r "$folder"
 }
 
 find_fa3() {
