@@ -44,3 +44,17 @@ def test_unknown_arguments(program: Path, arguments: list[str]) -> None:
     """Nothing that runs no case may pass for a success."""
     ran = subprocess.run([program, *arguments], capture_output=True, text=True)
     assert ran.returncode in (1, 2), ran.stdout
+
+
+def test_split_plan(tmp_path: Path) -> None:
+    """The kernel that cuts keys into chunks, its threads run as threads."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    source, program = NATIVE / "plan" / "split_plan_test.cpp", tmp_path / "split_plan_test"
+    flags = ["-std=c++20", "-O1", "-pthread", f"-I{NATIVE.parents[1] / 'csrc'}"]
+    built = subprocess.run([compiler, *flags, source, "-o", program], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    for seed in ("1", "2", "3"):
+        ran = subprocess.run([program, seed], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout
