@@ -30,12 +30,13 @@ if importlib.util.find_spec("vegas_ops") is None:
 
 Launch = Callable[[], object]
 
-CUDA_POOL_BYTES = 17.2e9
+CUDA_POOL_BYTES = 34.5e9  # 64 requests of 128K tokens fit, 8 KV heads of 128 in bf16
 CPU_POOL_BYTES = 0.6e9
 # Touched between two uses of a slice: several times the last-level cache, so that no slice is still in it.
 CUDA_COLD_BYTES = 600e6
 CPU_COLD_BYTES = 256e6
 MAX_LAUNCHES = 64
+MIN_ROUNDS = 7
 MIN_PAIRS = 31
 
 
@@ -53,7 +54,7 @@ class Setup:
 
     `peers` are built one by one, so that one that fails takes nothing else with it. `reference` returns what
     the first launch wrote and what it should have written; peers with a result are compared with ours too.
-    `variants` are further launches of ours, timed in pairs with it.
+    `variants` are further launches of ours with another option each, timed in pairs with it.
     """
 
     ours: Contender
@@ -91,34 +92,40 @@ class Timing:
 
 
 class Pool:
-    """K and V memory of random values that the launches of a cell cut slices from."""
+    """K and V memory of random values that the launches of a cell cut slices from, once per dtype."""
 
     def __init__(self, device: torch.device, size_bytes: float) -> None:
         if device.type == "cuda":
-            size_bytes = min(size_bytes, 0.6 * torch.cuda.mem_get_info(device)[0])
+            size_bytes = min(size_bytes, 0.5 * torch.cuda.mem_get_info(device)[0])
         self.device = device
         self.bytes_each = int(size_bytes / 2) >> 20 << 20
-        self._pools: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._pools: dict[torch.dtype, Tensor] = {}
+
+    def _count(self, dtype: torch.dtype) -> int:
+        """Elements each of K and V; of fp8, which is compared with bf16, as many as of bf16."""
+        return self.bytes_each // max(2, dtype.itemsize)
 
     def _of(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        count = self._count(dtype)
         if dtype not in self._pools:
-            self._pools.clear()
-            count = self.bytes_each // dtype.itemsize
-            pair = tuple(torch.empty(count, dtype=dtype, device=self.device) for _ in range(2))
-            for memory in pair:
-                block = memory[: 1 << 24].normal_()
+            if dtype.itemsize > 1:
+                self._pools.clear()
+            memory = torch.empty(2 * count, dtype=dtype, device=self.device)
+            for half in (memory[:count], memory[count:]):
+                block = half[: 1 << 24]
+                block.copy_(torch.randn(block.numel(), device=self.device))
                 for start in range(block.numel(), count, block.numel()):
-                    part = memory[start : start + block.numel()]
+                    part = half[start : start + block.numel()]
                     part.copy_(block[: part.numel()])
-            self._pools[dtype] = (pair[0], pair[1])
-        return self._pools[dtype]
+            self._pools[dtype] = memory
+        return self._pools[dtype][:count], self._pools[dtype][count:]
 
     def slices(
         self, shape: Sequence[int], dtype: torch.dtype, touched_bytes: int
     ) -> list[tuple[Tensor, Tensor]]:
         """K and V views of `shape`, so many that reading `touched_bytes` of each leaves the next one cold."""
         count = math.prod(shape)
-        fitting = self.bytes_each // (count * dtype.itemsize)
+        fitting = self._count(dtype) // count
         if fitting == 0:
             raise DoesNotFit(f"K and V of {2 * count * dtype.itemsize / 1e9:.1f} GB do not fit the pool")
         cold = CUDA_COLD_BYTES if self.device.type == "cuda" else CPU_COLD_BYTES
@@ -128,10 +135,10 @@ class Pool:
         return [(keys[part].view(*shape), values[part].view(*shape)) for part in parts]
 
     def bytes_view(self) -> Tensor:
-        """The K memory as bytes, for plain reads."""
+        """All of it as bytes, for plain reads."""
         if not self._pools:
             self._of(torch.bfloat16)
-        return next(iter(self._pools.values()))[0].view(torch.uint8)
+        return next(iter(self._pools.values())).view(torch.uint8)
 
 
 class DoesNotFit(Exception):
@@ -145,8 +152,7 @@ class PlainRead:
         self._read = library.vegas_read_all
         self._sink = torch.zeros(4, dtype=torch.int32, device=device)
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.shapes = [(multiprocessors * blocks, loads) for blocks in (4, 32) for loads in (4, 8)]
-        self.best = self.shapes[0]
+        self.shapes = [(multiprocessors * blocks, loads) for blocks in (2, 4, 8, 32) for loads in (4, 8)]
 
     @staticmethod
     def compile(device: torch.device) -> PlainRead | None:
@@ -165,8 +171,8 @@ class PlainRead:
             return None
         return PlainRead(ctypes.CDLL(str(library)), device)
 
-    def __call__(self, memory: Tensor, shape: tuple[int, int] | None = None) -> None:
-        blocks, loads = shape or self.best
+    def __call__(self, memory: Tensor, shape: tuple[int, int]) -> None:
+        blocks, loads = shape
         status = self._read(
             ctypes.c_void_p(memory.data_ptr()),
             ctypes.c_size_t(memory.numel() * memory.element_size()),
@@ -228,7 +234,7 @@ def time_interleaved(
     device: torch.device,
     contenders: dict[str, Sequence[Launch]],
     seconds: float,
-    rounds_at_least: int = 7,
+    rounds_at_least: int = MIN_ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Rounds over all contenders in turn, so that all meet the same machine; and the errors of the failed.
@@ -283,6 +289,7 @@ class Bench:
         self.clock = time.thread_time if arguments.cpu_time else time.perf_counter
         self.pool = Pool(self.device, arguments.pool_gb * 1e9)
         self.plain_read = PlainRead.compile(self.device) if self.is_cuda else None
+        self._read_shapes: dict[int, tuple[int, int]] = {}  # bytes: grid
         self.ceiling_gbs, self.ceiling_method = self._measure_ceiling()
 
     @property
@@ -310,9 +317,7 @@ class Bench:
             timings, errors = time_interleaved(self.device, contenders, 0.5)
             if timings:
                 fastest = min(timings, key=lambda name: timings[name].median)
-                read.best = next(shape for shape in read.shapes if f"{shape}" == fastest)
-                grid = f"{read.best[0]} blocks, {read.best[1]} in flight"
-                method = f"16-byte loads over {memory.nbytes / 1e9:.1f} GB, {grid}"
+                method = f"16-byte loads over {memory.nbytes / 1e9:.1f} GB, (blocks, in flight) {fastest}"
                 return memory.nbytes / timings[fastest].median / 1e3, method
             self.plain_read = None
             print(f"the plain read failed: {errors}")
@@ -328,9 +333,20 @@ class Bench:
         if memory is None or self.plain_read is None or size == 0 or memory.numel() < size:
             return None
         read = self.plain_read
-        count = min(launches, memory.numel() // size)
-        parts = [memory[i * size : (i + 1) * size] for i in range(count)]
-        return [functools.partial(read, part) for part in parts]
+        parts = [memory[i * size : (i + 1) * size] for i in range(min(launches, memory.numel() // size))]
+
+        def reads(shape: tuple[int, int]) -> list[Launch]:
+            return [functools.partial(read, part, shape) for part in parts]
+
+        if size not in self._read_shapes:
+            # Which grid reads fastest depends on the size: below a wave of blocks, one tile each.
+            timings, _ = time_interleaved(
+                self.device, {f"{i}": reads(s) for i, s in enumerate(read.shapes)}, 0.0
+            )
+            if not timings:
+                return None
+            self._read_shapes[size] = read.shapes[int(min(timings, key=lambda name: timings[name].median))]
+        return reads(self._read_shapes[size])
 
     def measure(self, cell: Cell) -> report.Record:
         """The cell's record: times, or why there are none."""
@@ -375,8 +391,8 @@ class Bench:
         reads = None if setup.variants else self.plain_reads(cell.bytes, len(setup.ours.launches))
         if reads is not None:
             contenders["plain read"] = reads
-        seconds = (0.15 if self.is_cuda else 1.5) * len(contenders) / (3 if self.quick else 1)
-        rounds = MIN_PAIRS if setup.variants else (5 if self.quick else 7)
+        seconds = (0.1 if self.is_cuda else 1.5) * len(contenders) / (3 if self.quick else 1)
+        rounds = MIN_PAIRS if setup.variants else (5 if self.quick else MIN_ROUNDS)
         timings, errors = time_interleaved(self.device, contenders, seconds, rounds, self.clock)
         if "ours" in errors:
             raise RuntimeError(errors["ours"])
@@ -390,10 +406,11 @@ class Bench:
         if peer_errors:
             record["peer_errors"] = peer_errors
         if setup.variants:
-            record["against"] = {
-                name: {"us": timings[name].median, **median_ratio(ours, timings[name])}
+            if missing := {name: error for name, error in errors.items() if name in setup.variants}:
+                raise RuntimeError("; ".join(f"{name}: {error}" for name, error in missing.items()))
+            record["variants"] = {
+                name: {"us": timings[name].median, **median_ratio(timings[name], ours)}
                 for name in setup.variants
-                if name in timings
             }
         record["launches"] = len(setup.ours.launches)
         record["rounds"] = len(ours.samples)
@@ -411,8 +428,17 @@ def _compare(name: str, ours: Tensor, other: Tensor, tolerance: float) -> None:
         raise Disagrees(f"ours and {name} differ: relative error {error:.2g}, allowed {tolerance:.2g}")
 
 
-def parse_arguments(script: str, documentation: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments that all scripts share; None takes the command line's."""
+def parse_arguments(
+    script: str,
+    documentation: str | None,
+    argv: Sequence[str] | None,
+    groups: Sequence[str] = (),
+    quick_groups: Sequence[str] = (),
+) -> argparse.Namespace:
+    """The arguments that all scripts share, and the choice among groups of cells where a script has some.
+
+    None takes the command line's.
+    """
     description = (documentation or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog=f"benchmarks/{script}.py", description=description)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda when there is one")
@@ -426,7 +452,16 @@ def parse_arguments(script: str, documentation: str | None, argv: Sequence[str] 
         default=report.ROOT / "benchmarks" / "results",
         help="results go to OUT/<device name>/ (default: %(default)s)",
     )
-    parser.add_argument("--pool-gb", type=float, help="memory for K and V (default: CUDA 17.2, CPU 0.6)")
+    parser.add_argument("--pool-gb", type=float, help="memory for K and V (default: CUDA 34.5, CPU 0.6)")
+    if groups:
+        parser.add_argument(
+            "--cells",
+            nargs="+",
+            choices=groups,
+            metavar="GROUP",
+            help=f"groups of cells, measured in the order given: {', '.join(groups)} "
+            f"(default: all in this order; with --quick {', '.join(quick_groups)})",
+        )
     parser.add_argument(
         "--cpu-time",
         action="store_true",
@@ -440,6 +475,8 @@ def parse_arguments(script: str, documentation: str | None, argv: Sequence[str] 
             "`--cpu-time` must go with --device cpu and OMP_NUM_THREADS=1, "
             f"got {arguments.device} and {torch.get_num_threads()} threads"
         )
+    if groups and arguments.cells is None:
+        arguments.cells = quick_groups if arguments.quick else groups
     if arguments.seconds is None:
         arguments.seconds = 30.0 if arguments.quick else 240.0
     if arguments.pool_gb is None:
@@ -474,6 +511,8 @@ def run(
     results = report.ResultFile(folder / f"{name}.jsonl")
     results.write(head)
     records: list[report.Record] = []
+    # What is imported by now stays; each cell's collection then takes no time over it.
+    gc.freeze()
     for cell in _progress(cells):
         if bench.out_of_time():
             record: report.Record = {

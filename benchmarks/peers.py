@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.util
+import itertools
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from harness import Contender
+from harness import Contender, describe
 from torch import Tensor
 from torch.nn import functional
 from torch_baselines import causal_bias, pack_rows, sdpa_packed
@@ -66,6 +70,74 @@ class FlashAttention3:
                 max_seqlen_k, block_table, None, None, None, None, None, None, None, None, head_dim**-0.5,
                 True, *no_window, no_softcap, True, metadata, splits_by_heuristic, None, 0, None, 1, 0, None,
             )  # fmt: skip
+
+        return Contender(bind(launch, caches), lambda: out)
+
+
+class FlashInfer:
+    """FlashInfer's fa2 kernels, where flashinfer is installed; it compiles or finds its modules by itself.
+
+    One row goes through its decode wrapper with tensor cores, more through its paged prefill wrapper.
+    plan() runs outside the timed region.
+    """
+
+    WORKSPACE_BYTES = 1 << 30
+
+    def __init__(self) -> None:
+        self._library = importlib.import_module("flashinfer")
+        self.version = str(self._library.__version__)
+        self._wrappers: dict[str, Any] = {}
+
+    @staticmethod
+    def find() -> FlashInfer | None:
+        if importlib.util.find_spec("flashinfer") is None:
+            return None
+        try:
+            return FlashInfer()
+        except Exception as error:
+            print(f"flashinfer does not import: {describe(error)}")
+            return None
+
+    def _wrapper(self, kind: str, device: torch.device) -> Any:
+        """The wrapper of a kind; both work in one workspace, since the next plan takes it over."""
+        if not self._wrappers:
+            workspace = torch.zeros(self.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            decode, prefill = (
+                getattr(self._library, f"Batch{name}WithPagedKVCacheWrapper")
+                for name in ("Decode", "Prefill")
+            )
+            self._wrappers["decode"] = decode(workspace, "NHD", use_tensor_cores=True, backend="fa2")
+            self._wrappers["prefill"] = prefill(workspace, "NHD", backend="fa2")
+        return self._wrappers[kind]
+
+    def attend(
+        self, q: Tensor, caches: KeysValues, block_table: Tensor, lengths: Sequence[int], rows: int
+    ) -> Contender:
+        """Launches over paged caches (num_pages, page_size, num_heads_kv, head_dim), `rows` per request.
+
+        The next call invalidates them.
+        """
+        _, page_size, num_heads_kv, head_dim = caches[0][0].shape
+        pages = [math.ceil(length / page_size) for length in lengths]
+        indptr = torch.tensor([0, *itertools.accumulate(pages)], dtype=torch.int32)
+        last = torch.tensor(
+            [length - page_size * (count - 1) for length, count in zip(lengths, pages, strict=True)],
+            dtype=torch.int32,
+        )
+        indices = torch.cat([block_table[b, :count] for b, count in enumerate(pages)])
+        shape = (q.shape[1], num_heads_kv, head_dim, page_size)
+        dtypes = {"q_data_type": q.dtype, "kv_data_type": caches[0][0].dtype}
+        if rows == 1:
+            wrapper = self._wrapper("decode", q.device)
+            wrapper.plan(indptr.to(q.device), indices, last.to(q.device), *shape, **dtypes)
+        else:
+            wrapper = self._wrapper("prefill", q.device)
+            first_rows = torch.arange(len(lengths) + 1, dtype=torch.int32) * rows
+            wrapper.plan(first_rows, indptr, indices, last, *shape, causal=True, **dtypes)
+        out = torch.empty_like(q)
+
+        def launch(keys: Tensor, values: Tensor) -> None:
+            wrapper.run(q, (keys, values), out=out)
 
         return Contender(bind(launch, caches), lambda: out)
 
@@ -166,14 +238,18 @@ def gather_sdpa(q: Tensor, caches: KeysValues, slots: Tensor) -> Contender:
     return Contender(bind(attend, caches), lambda: unpack_heads(attend(*caches[0]), 1))
 
 
-def dense_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def dense_attention(q: Tensor, keys: Tensor, values: Tensor, window_left: int = -1) -> Tensor:
     """fp32 attention of one request: q (rows, num_heads_q, head_dim), K (tokens, num_heads_kv, head_dim)."""
     rows, num_heads_q, head_dim = q.shape
-    num_heads_kv = keys.shape[1]
+    tokens, num_heads_kv, _ = keys.shape
     group = num_heads_q // num_heads_kv
     packed = pack_heads(q.float(), 1, num_heads_kv)[0]
     scores = packed @ keys.float().permute(1, 2, 0) * head_dim**-0.5
     bias = causal_bias(rows, group, rows, torch.float32)
     if bias is not None:
         scores[..., -rows:] += bias.to(q.device)
+    if window_left >= 0:
+        position = torch.arange(tokens - rows, tokens, device=q.device).repeat_interleave(group)
+        behind = torch.arange(tokens, device=q.device) < position[:, None] - window_left
+        scores.masked_fill_(behind, float("-inf"))
     return unpack_heads((scores.softmax(-1) @ values.float().transpose(0, 1))[None], rows)

@@ -148,28 +148,31 @@ def _microseconds(value: float) -> str:
     return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
 
 
+def _plain_read(cell: Record) -> float:
+    """Microseconds of a plain read of as many bytes; at the read ceiling where none was timed."""
+    return float(cell["read_us"] if "read_us" in cell else cell["floor_us"])
+
+
 def _print_cells(console: Console, head: Record, cells: list[Record]) -> None:
-    measured = [cell for cell in cells if "us" in cell and "against" not in cell]
-    names = list(dict.fromkeys(name for cell in measured for name in cell["peers"]))
+    names = list(dict.fromkeys(name for cell in cells for name in cell["peers"]))
     # On a CPU that others use too, the fastest sample of each says more than the median.
     on_cpu = head["gpu"] is None
     table = Table(title=f"{head['gpu'] or head['cpu']}, read ceiling {head['read_ceiling_gbs']:,.0f} GB/s")
     table.add_column("case")
-    for column in ("ours us", "floor us", "to floor", "read us"):
+    for column in ("ours us", "read us", "read / ours", "ceiling / ours"):
         table.add_column(column, justify="right")
     for name in names:
         table.add_column(f"{name} us", justify="right")
         table.add_column("ours is", justify="right")
         if on_cpu:
             table.add_column("fastest", justify="right")
-    for cell in measured:
-        plain = cell.get("read_us")
+    for cell in cells:
         row = [
             _case_text(cell["case"]),
             _microseconds(cell["us"]),
-            _microseconds(cell["floor_us"]),
-            f"{cell['us'] / cell['floor_us']:.2f}",
-            _microseconds(plain) if plain else "",
+            _microseconds(_plain_read(cell)),
+            f"{_plain_read(cell) / cell['us']:.2f}",
+            f"{cell['floor_us'] / cell['us']:.2f}",
         ]
         for name in names:
             peer = cell["peers"].get(name)
@@ -183,52 +186,61 @@ def _print_cells(console: Console, head: Record, cells: list[Record]) -> None:
     console.print(table)
 
 
+def _spread(ratios: list[float]) -> str:
+    """Geometric mean, the worst and the best."""
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+
+
 def _print_regimes(console: Console, cells: list[Record]) -> None:
-    measured = [cell for cell in cells if "us" in cell and "against" not in cell]
-    names = list(dict.fromkeys(name for cell in measured for name in cell["peers"]))
-    table = Table(title="by regime: geometric mean (worst to best) of floor / ours and of peer / ours")
+    names = list(dict.fromkeys(name for cell in cells for name in cell["peers"]))
+    title = "by regime: geometric mean (worst to best) of the time named over ours"
+    table = Table(title=title)
     table.add_column("regime")
-    table.add_column("cells", justify="right")
-    table.add_column("floor / ours", justify="right")
-    for name in names:
-        table.add_column(f"{name} / ours", justify="right")
-    for regime in dict.fromkeys(cell["regime"] for cell in measured):
-        group = [cell for cell in measured if cell["regime"] == regime]
-        floors = [cell["floor_us"] / cell["us"] for cell in group]
-        spread = f"{min(floors):.2f} to {max(floors):.2f}"
-        row = [regime, str(len(group)), f"{geometric_mean(floors):.2f} ({spread})"]
-        for name in names:
-            ratios = [cell["peers"][name] / cell["us"] for cell in group if name in cell["peers"]]
-            if ratios:
-                spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-                row.append(f"{_ratio(geometric_mean(ratios))} ({spread}; {len(ratios)})")
-            else:
-                row.append("")
-        table.add_row(*row)
+    for column in ("cells", "plain read", "best peer", *names):
+        table.add_column(column, justify="right")
+
+    def add(label: str, group: list[Record]) -> None:
+        reads = [_plain_read(cell) / cell["us"] for cell in group]
+        best = [min(cell["peers"].values()) / cell["us"] for cell in group if cell["peers"]]
+        each = [
+            _spread([cell["peers"][name] / cell["us"] for cell in group if name in cell["peers"]])
+            for name in names
+        ]
+        table.add_row(label, str(len(group)), _spread(reads), _spread(best), *each)
+
+    for regime in sorted({cell["regime"] for cell in cells}):
+        group = [cell for cell in cells if cell["regime"] == regime]
+        add(regime, group)
+        heads = {_case_text(cell["case"]).split(" ")[0]: None for cell in group}
+        for shape in heads if len(heads) > 1 and "num_heads_q" in group[0]["case"] else ():
+            add(f"  {shape}", [cell for cell in group if _case_text(cell["case"]).startswith(f"{shape} ")])
     console.print(table)
 
 
-def _print_pairs(console: Console, cells: list[Record]) -> None:
-    pairs = [cell for cell in cells if "against" in cell]
-    if not pairs:
-        return
-    table = Table(title="interleaved pairs: median of the time over that of the variant named")
-    for column in ("case", "against", "ratio", "95 % interval", "pairs"):
+def _print_pairs(console: Console, pairs: list[Record]) -> None:
+    table = Table(title="interleaved pairs: median of the variant's time over that of the case")
+    for column in ("case", "us", "variant", "us", "ratio", "95 % interval", "pairs"):
         table.add_column(column)
     for cell in pairs:
-        for name, pair in cell["against"].items():
+        for name, pair in cell["variants"].items():
             ratio, interval = f"{pair['ratio']:.3f}", f"{pair['low']:.3f} to {pair['high']:.3f}"
-            table.add_row(_case_text(cell["case"]), name, ratio, interval, str(pair["pairs"]))
+            times = _microseconds(cell["us"]), name, _microseconds(pair["us"])
+            table.add_row(_case_text(cell["case"]), *times, ratio, interval, str(pair["pairs"]))
     console.print(table)
+
+
+def _measured(cells: list[Record]) -> list[Record]:
+    return [cell for cell in cells if "us" in cell and "variants" not in cell]
 
 
 def print_tables(head: Record, cells: list[Record]) -> None:
     """Every measured cell, a line per regime, and what failed or was left out."""
     console = Console() if Console().is_terminal else Console(width=200)
-    if any("us" in cell and "against" not in cell for cell in cells):
-        _print_cells(console, head, cells)
-        _print_regimes(console, cells)
-    _print_pairs(console, cells)
+    if measured := _measured(cells):
+        _print_cells(console, head, measured)
+        _print_regimes(console, measured)
+    if pairs := [cell for cell in cells if "variants" in cell]:
+        _print_pairs(console, pairs)
     for cell in cells:
         for name, error in cell.get("peer_errors", {}).items():
             console.print(f"peer {name} failed: {_case_text(cell['case'])}: {error}", markup=False)
@@ -242,7 +254,7 @@ def print_tables(head: Record, cells: list[Record]) -> None:
 
 def plot(head: Record, cells: list[Record], path: Path) -> None:
     """Effective bandwidth over bytes read, one panel per regime family, the read ceiling drawn in."""
-    measured = [cell for cell in cells if "us" in cell and "against" not in cell]
+    measured = _measured(cells)
     if not measured:
         return
     import matplotlib

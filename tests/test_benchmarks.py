@@ -20,12 +20,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Namespace:
-    """harness and report, imported as the scripts import them."""
+    """The scripts' modules, imported as the scripts import them."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import harness
+    import peers
     import report
+    import verify
 
-    return Namespace(harness=harness, report=report)
+    return Namespace(harness=harness, peers=peers, report=report, verify=verify)
 
 
 def run_script(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -89,6 +91,126 @@ def test_selection_measures_and_plots(tmp_path: Path) -> None:
         assert cell["floor_us"] == pytest.approx(cell["bytes"] / head["read_ceiling_gbs"] / 1e3, rel=0.1)
         assert set(cell["peers"]) >= {"torch.topk", "torch, same output"}
     assert list(tmp_path.glob("*/select-quick.png"))
+
+
+def test_verify_measures_pairs_windows_and_mixed_lengths(tmp_path: Path) -> None:
+    groups = ("dumps", "fp8", "invariant", "features", "mixed", "bound")
+    done = run_script("verify", tmp_path, "--seconds", "600", "--pool-gb", "0.2", "--cells", *groups)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, cells = lines_of(tmp_path, "verify")
+    variants = {name for cell in cells for name in cell.get("variants", {})}
+    assert variants >= {
+        "dump token_weight",
+        "dump rows",
+        "fp32 cache",
+        "batch_invariant",
+        "softcap",
+        "all three",
+    }
+    for cell in cells:
+        assert cell["us"] > 0
+        for pair in cell.get("variants", {}).values():
+            assert pair["pairs"] >= 31 and pair["low"] <= pair["ratio"] <= pair["high"]
+    (window,) = (cell for cell in cells if cell["case"]["window"] and "variants" not in cell)
+    keys = window["case"]["window"] + window["case"]["rows"] - 1
+    assert window["bytes"] == 2 * keys * 2 * 64 * 4
+    lengths = {cell["case"]["lengths"]: cell["bytes"] for cell in cells if cell["case"]["lengths"]}
+    assert lengths["one long"] == 2 * 8192 * (1 + 7 / 32) * 2 * 64 * 4
+    assert lengths["spread, a quarter empty"] < lengths["spread"]
+
+
+def test_unknown_group_of_cells_is_refused(tmp_path: Path) -> None:
+    done = run_script("verify", tmp_path, "--cells", "everything")
+    assert done.returncode == 2 and "invalid choice: 'everything'" in done.stderr
+
+
+def test_gpu_groups_hold_every_shape_and_no_cell_twice(modules: Namespace) -> None:
+    verify = modules.verify
+    groups = {name: list(cells) for name, cells in verify._cuda_groups(verify.Peers()).items()}
+    assert tuple(groups) == verify.GROUPS and all(groups.values())
+    for cells in groups.values():
+        keys = [repr((cell.regime, cell.case)) for cell in cells]
+        assert len(set(keys)) == len(keys)
+        # K and V of every cell fit the pool, fp8 in half of it.
+        assert all(cell.bytes <= modules.harness.CUDA_POOL_BYTES for cell in cells)
+    grid = {repr((cell.regime, cell.case)) for cell in groups["grid"]}
+    assert len(grid) == 3 * 4 * 3 * 4
+    assert {repr((cell.regime, cell.case)) for cell in groups["core"]} < grid
+
+
+class PlannedAttention:
+    """The wrapper of FlashInfer as its documentation has it, in fp32: pages by indptr, causal where asked."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
+        assert layout == "NHD" and options["backend"] == "fa2"
+        self.decode = "use_tensor_cores" in options
+
+    def plan(self, *arguments: Any, q_data_type: torch.dtype, kv_data_type: torch.dtype, **rest: Any) -> None:
+        if self.decode:
+            arguments = (torch.arange(arguments[0].numel()), *arguments)
+        assert self.decode or rest["causal"]
+        self.first_rows, self.indptr, self.indices, self.last, *shape = arguments
+        self.page_size = shape[3]
+
+    def run(self, q: torch.Tensor, caches: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        from peers import dense_attention
+
+        for b in range(self.indptr.numel() - 1):
+            pages = self.indices[self.indptr[b] : self.indptr[b + 1]].long()
+            tokens = (pages.numel() - 1) * self.page_size + int(self.last[b])
+            rows = slice(int(self.first_rows[b]), int(self.first_rows[b + 1]))
+            keys, values = (cache[pages].flatten(0, 1)[:tokens] for cache in caches)
+            out[rows] = dense_attention(q[rows], keys, values)
+
+
+@pytest.mark.parametrize("rows, lengths", ((1, None), (3, None), (3, "spread")))
+def test_flashinfer_is_told_the_same_pages(
+    modules: Namespace, monkeypatch: pytest.MonkeyPatch, rows: int, lengths: str | None
+) -> None:
+    library = Namespace(
+        __version__="0",
+        BatchDecodeWithPagedKVCacheWrapper=PlannedAttention,
+        BatchPrefillWithPagedKVCacheWrapper=PlannedAttention,
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    verify, harness = modules.verify, modules.harness
+    case = verify.Case(4, 2, 64, batch=3, context=100, rows=rows, dtype="fp32", lengths=lengths)
+    bench = Namespace(device=torch.device("cpu"), pool=harness.Pool(torch.device("cpu"), 2e8))
+    problem = verify._Problem(case, bench)
+    ours = problem.ours()
+    ours.launches[0]()
+    flashinfer = modules.peers.FlashInfer()
+    peer = flashinfer.attend(problem.q, problem.caches, problem.peer_table, case.seqlens, rows)
+    peer.launches[0]()
+    torch.testing.assert_close(peer.result(), ours.result(), rtol=1e-4, atol=1e-4)
+
+
+def test_regimes_compare_with_the_best_peer(modules: Namespace, capsys: pytest.CaptureFixture[str]) -> None:
+    case = {"num_heads_q": 8, "num_heads_kv": 2, "head_dim": 64, "batch": 1, "context": 1024, "rows": 1}
+    shapes = (case, {**case, "head_dim": 128})
+    times = ((10.0, {"a": 20.0, "b": 15.0}), (10.0, {"a": 12.0, "b": 40.0}))
+    cells = [
+        {
+            "op": "verify",
+            "case": shape,
+            "regime": "one",
+            "us": us,
+            "us_min": us,
+            "floor_us": 5.0,
+            "read_us": 8.0,
+        }
+        | {"peers": peers, "peers_min": peers}
+        for shape, (us, peers) in zip(shapes, times, strict=True)
+    ]
+    modules.report.print_tables({"gpu": "G", "cpu": "C", "read_ceiling_gbs": 1.0}, cells)
+    printed = capsys.readouterr().out
+    (together,) = (line for line in printed.splitlines() if line.startswith("│ one "))
+    # The best peers are 15 and 12 against 10: their geometric mean, the worst, the best.
+    assert "1.34 (1.20 to 1.50)" in together and "0.80 (0.80 to 0.80)" in together
+    (alone,) = (
+        line for line in printed.splitlines() if "  8/2/128" in line and "1.20 (1.20 to 1.20)" in line
+    )
+    assert "4.00 (4.00 to 4.00)" in alone
 
 
 def run_cells(modules: Namespace, tmp_path: Path, build: Callable[[Any], Any]) -> tuple[int, dict[str, Any]]:
