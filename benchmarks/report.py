@@ -12,6 +12,8 @@ import re
 import shutil
 import statistics
 import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +130,30 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
-def _case_text(case: Record) -> str:
-    heads = ""
-    if "num_heads_q" in case:
-        heads = f"{case['num_heads_q']}/{case['num_heads_kv']}/{case['head_dim']} "
+_SIZES = ("num_heads_q", "num_heads_kv", "head_dim", "batch", "context")
+
+
+def _heads_text(case: Record) -> str:
+    return f"{case['num_heads_q']}/{case['num_heads_kv']}/{case['head_dim']}" if "num_heads_q" in case else ""
+
+
+def _options_text(case: Record, left_out: Iterable[str] = ()) -> str:
+    shown = {key: value for key, value in case.items() if key not in (*_SIZES, *left_out)}
+    return " ".join(f"{key} {value}" for key, value in shown.items() if value is not None)
+
+
+def _case_text(case: Record, left_out: Iterable[str] = ()) -> str:
     context = case["context"]
     length = f"{context // 1024}K" if context >= 1024 and context % 1024 == 0 else str(context)
-    skipped = ("num_heads_q", "num_heads_kv", "head_dim", "batch", "context")
-    rest = (f"{key} {value}" for key, value in case.items() if key not in skipped and value is not None)
-    return f"{heads}{case['batch']} x {length} {' '.join(rest)}"
+    return f"{_heads_text(case)} {case['batch']} x {length} {_options_text(case, left_out)}".strip()
+
+
+def _common(cells: list[Record]) -> list[str]:
+    """Options that all cells share; a table names them once."""
+    first = cells[0]["case"]
+    return [
+        key for key in first if key != "rows" and all(cell["case"].get(key) == first[key] for cell in cells)
+    ]
 
 
 def _ratio(value: float) -> str:
@@ -157,7 +174,10 @@ def _print_cells(console: Console, head: Record, cells: list[Record]) -> None:
     names = list(dict.fromkeys(name for cell in cells for name in cell["peers"]))
     # On a CPU that others use too, the fastest sample of each says more than the median.
     on_cpu = head["gpu"] is None
-    table = Table(title=f"{head['gpu'] or head['cpu']}, read ceiling {head['read_ceiling_gbs']:,.0f} GB/s")
+    common = _common(cells)
+    shared = _options_text({key: cells[0]["case"][key] for key in common})
+    ceiling = f"read ceiling {head['read_ceiling_gbs']:,.0f} GB/s"
+    table = Table(title=f"{head['gpu'] or head['cpu']}, {ceiling}; all cells: {shared}")
     table.add_column("case")
     for column in ("ours us", "read us", "read / ours", "ceiling / ours"):
         table.add_column(column, justify="right")
@@ -168,7 +188,7 @@ def _print_cells(console: Console, head: Record, cells: list[Record]) -> None:
             table.add_column("fastest", justify="right")
     for cell in cells:
         row = [
-            _case_text(cell["case"]),
+            _case_text(cell["case"], common),
             _microseconds(cell["us"]),
             _microseconds(_plain_read(cell)),
             f"{_plain_read(cell) / cell['us']:.2f}",
@@ -211,9 +231,9 @@ def _print_regimes(console: Console, cells: list[Record]) -> None:
     for regime in sorted({cell["regime"] for cell in cells}):
         group = [cell for cell in cells if cell["regime"] == regime]
         add(regime, group)
-        heads = {_case_text(cell["case"]).split(" ")[0]: None for cell in group}
-        for shape in heads if len(heads) > 1 and "num_heads_q" in group[0]["case"] else ():
-            add(f"  {shape}", [cell for cell in group if _case_text(cell["case"]).startswith(f"{shape} ")])
+        shapes = dict.fromkeys(_heads_text(cell["case"]) for cell in group)
+        for shape in shapes if len(shapes) > 1 else ():
+            add(f"  {shape}", [cell for cell in group if _heads_text(cell["case"]) == shape])
     console.print(table)
 
 
@@ -221,11 +241,12 @@ def _print_pairs(console: Console, pairs: list[Record]) -> None:
     table = Table(title="interleaved pairs: median of the variant's time over that of the case")
     for column in ("case", "us", "variant", "us", "ratio", "95 % interval", "pairs"):
         table.add_column(column)
+    common = _common(pairs)
     for cell in pairs:
         for name, pair in cell["variants"].items():
             ratio, interval = f"{pair['ratio']:.3f}", f"{pair['low']:.3f} to {pair['high']:.3f}"
             times = _microseconds(cell["us"]), name, _microseconds(pair["us"])
-            table.add_row(_case_text(cell["case"]), *times, ratio, interval, str(pair["pairs"]))
+            table.add_row(_case_text(cell["case"], common), *times, ratio, interval, str(pair["pairs"]))
     console.print(table)
 
 
@@ -294,3 +315,10 @@ def plot(head: Record, cells: list[Record], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    for result in sys.argv[1:]:
+        lines = Path(result).read_text(encoding="utf-8").splitlines()
+        first, *measured_cells = (json.loads(line) for line in lines)
+        print_tables(first, measured_cells)

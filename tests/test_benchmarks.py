@@ -91,6 +91,11 @@ def test_selection_measures_and_plots(tmp_path: Path) -> None:
         assert cell["floor_us"] == pytest.approx(cell["bytes"] / head["read_ceiling_gbs"] / 1e3, rel=0.1)
         assert set(cell["peers"]) >= {"torch.topk", "torch, same output"}
     assert list(tmp_path.glob("*/select-quick.png"))
+    (path,) = tmp_path.glob("*/select-quick.jsonl")
+    report = [sys.executable, str(ROOT / "benchmarks" / "report.py"), str(path)]
+    printed = subprocess.run(report, capture_output=True, text=True, check=True).stdout
+    _, title, regimes = printed.partition("by regime")
+    assert title and regimes in done.stdout
 
 
 def test_verify_measures_pairs_windows_and_mixed_lengths(tmp_path: Path) -> None:
