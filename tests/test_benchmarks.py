@@ -284,3 +284,37 @@ def test_median_ratio_has_a_95_percent_interval(modules: Namespace) -> None:
         covered += pair["low"] <= 1.03 <= pair["high"]
     # 95 % of 400 are 380; 4 standard deviations below.
     assert covered >= 362
+
+
+def test_prompts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import loop
+
+    ids = list(range(10))
+    assert loop.cut_prompts(ids, 1, 4) == [[6, 7, 8, 9]]
+    assert loop.cut_prompts(ids, 5, 4)[0] == [8, 9, 0, 1]  # the text begins anew
+    assert loop.cut_prompts(ids, 2, 23) == [[2, 3, 4, *ids[5:], *ids, *ids[:5]], [7, 8, 9, *ids, *ids]]
+
+
+def test_loop(tmp_path: Path) -> None:
+    """On the CPU in fp32, drafts change no output."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "code.txt").write_text((ROOT / "vegas_ops" / "demo.py").read_text())
+    command = [sys.executable, str(ROOT / "benchmarks" / "loop.py"), "--device", "cpu", "--batch", "1", "3"]
+    options = ["--texts", str(tmp_path / "texts"), "--context", "400", "--new-tokens", "10", "--gamma", "3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *options, "--out", str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("*/loop.jsonl")
+    head, *cells = (json.loads(line) for line in path.read_text().splitlines())
+    assert head["model"] == "qwen3-6m-longctx" and head["sources"]
+    policies = ["plain", "vegas", "vegas-lookahead"]
+    assert [(c["case"]["batch"], c["case"]["policy"]) for c in cells] == [
+        (b, p) for b in (1, 3) for p in policies
+    ]
+    for cell in cells:
+        assert cell["identical"] == cell["case"]["batch"] and cell["unexplained"] == 0
+        assert cell["us"] > 0 and cell["accepted"] <= cell["drafted"]
+        assert (cell["drafted"] > 0) == (cell["case"]["policy"] != "plain")
