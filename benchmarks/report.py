@@ -262,9 +262,12 @@ def print_tables(head: Record, cells: list[Record]) -> None:
         _print_regimes(console, measured)
     if pairs := [cell for cell in cells if "variants" in cell]:
         _print_pairs(console, pairs)
+    failures: dict[tuple[str, str], list[str]] = {}
     for cell in cells:
-        for name, error in cell.get("peer_errors", {}).items():
-            console.print(f"peer {name} failed: {_case_text(cell['case'])}: {error}", markup=False)
+        for failure in cell.get("peer_errors", {}).items():
+            failures.setdefault(failure, []).append(_case_text(cell["case"]))
+    for (name, error), where in failures.items():
+        console.print(f"peer {name} failed in {len(where)} cells, first {where[0]}: {error}", markup=False)
     for cell in cells:
         if "error" in cell:
             console.print(f"FAILED {cell['op']} {_case_text(cell['case'])}: {cell['error']}", markup=False)

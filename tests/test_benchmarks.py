@@ -257,7 +257,9 @@ def test_wrong_result_is_not_timed(modules: Namespace, tmp_path: Path) -> None:
     assert "ours and peer differ" in record["error"]
 
 
-def test_failing_peer_takes_nothing_with_it(modules: Namespace, tmp_path: Path) -> None:
+def test_failing_peer_takes_nothing_with_it(
+    modules: Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     contender = modules.harness.Contender
 
     def absent() -> Any:
@@ -271,6 +273,8 @@ def test_failing_peer_takes_nothing_with_it(modules: Namespace, tmp_path: Path) 
     assert status == 0 and record["us"] > 0
     assert set(record["peers"]) == {"present"}
     assert record["peer_errors"] == {"absent": "RuntimeError: not built for this GPU"}
+    told = "peer absent failed in 1 cells, first 1 x 1K: RuntimeError: not built for this GPU"
+    assert told in capsys.readouterr().out
 
 
 def test_median_ratio_has_a_95_percent_interval(modules: Namespace) -> None:
