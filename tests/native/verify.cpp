@@ -361,13 +361,13 @@ void check(const VerifyCase& c, VegasDevice device, Random& random) {
 
 // A case for every kernel that is instantiated: types, head dims, and numbers of packed rows.
 std::vector<VerifyCase> instances() {
-  const int rows[] = {3, 7, 12, 20}, groups[] = {4, 4, 5, 8}, head_dims[] = {64, 128, 256};
+  const int rows[] = {3, 7, 12, 12, 20}, groups[] = {4, 4, 5, 8, 8}, head_dims[] = {64, 128, 256};
   const int page_sizes[] = {16, 1, 48, 64};
   std::vector<VerifyCase> cases;
   for (int head_dim : head_dims) {
     for (VegasDtype dtype : {VEGAS_BFLOAT16, VEGAS_FLOAT16}) {
       for (bool fp8 : {false, true}) {
-        for (int i = 0; i < (head_dim == 256 ? 1 : 4); ++i) {
+        for (int i = 0; i < (head_dim == 256 ? 1 : 5); ++i) {
           const int n = static_cast<int>(cases.size());
           VerifyCase c;
           c.shape = {dtype, fp8, 1 + n % 2, head_dim, page_sizes[n % 4], n % 3 == 0, fp8};
@@ -421,6 +421,14 @@ void run_verify(Session& session) {
   // More rows than one tile, of one head.
   VerifyCase c = {.shape = {.heads_kv = 1}, .group = 1, .lengths = {200, 40}, .q_lens = {40, 33}, .causal = false};
   c.window_left = 60, c.window_right = 3;
+  add(c);
+  // Many rows over several chunks, in pages larger than a tile of keys.
+  c = {.shape = {.q_dtype = VEGAS_FLOAT16, .page_size = 256}, .group = 8, .lengths = {1500, 77}, .q_lens = {20, 20}};
+  c.dump = VEGAS_DUMP_TOKEN_WEIGHT;
+  add(c);
+  c.q_lens = {12, 3}, c.num_splits = 4, c.dump = VEGAS_DUMP_TOKEN, c.window_left = 900, c.sinks = true;
+  add(c);
+  c.shape.page_size = 16, c.shape.head_dim = 64, c.num_splits = 0, c.batch_invariant = true, c.lengths = {2900, 2100};
   add(c);
   // Padded head dims, also of fp8.
   add({.shape = {.head_dim = 96, .page_size = 48}, .group = 5, .dump = VEGAS_DUMP_KV_HEAD});
