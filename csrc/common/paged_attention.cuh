@@ -1,7 +1,7 @@
-// Attention of a tile of packed query rows over a chunk of keys, one CTA: the main loop that verification
-// and sparse decoding share. Each warp loads every fourth tile of 16 keys through its own cp.async pipeline.
-// Few rows: each warp attends all of them to the keys it loaded, and the warps meet once, at the end. Many
-// rows (kSplitRows): the warps meet at every step, and each attends its own rows to the keys of all.
+// Attention of a tile of packed query rows over a chunk of keys, one CTA: the main loop that verification and sparse
+// decoding share. Four warps load, each every fourth tile of 16 keys through its own cp.async pipeline. Few rows: each
+// warp attends all of them to the keys it loaded, and the warps meet once, at the end. Many rows (kSplitRows): there
+// may be more warps, they meet at every step, and each attends its own 16 rows to the keys of all.
 #pragma once
 
 #include <limits.h>
@@ -25,27 +25,37 @@ template <class T>
 struct SharedTile {
   static constexpr int kOutputStride = T::kHeadDim + 8;  // floats; spreads rows over banks
   static constexpr int kRowInfoBytes = T::kRows * sizeof(RowInfo);
-  static constexpr int kNormBytes = kWarps * T::kWarpRows * sizeof(float2);
+  static constexpr int kNormBytes = T::kMaxWarps * T::kWarpRows * sizeof(float2);
   static constexpr int kValidBytes = kWarps * kMaxStages * sizeof(uint32_t);
   static constexpr int kQueryBytes = T::kRows * T::kHeadDim * 2;
-  static constexpr int kFixedBytes = (kRowInfoBytes + kNormBytes + kValidBytes + kQueryBytes + 127) / 128 * 128;
+  // A query that is kept in registers may use the last stage, which is not loaded before that.
+  static constexpr bool kQueryInStage = T::kQueryInRegisters && T::kSplitRows && kQueryBytes <= T::kStageBytes;
+  static constexpr int kFixedBytes =
+      (kRowInfoBytes + kNormBytes + kValidBytes + (kQueryInStage ? 0 : kQueryBytes) + 127) / 128 * 128;
   static constexpr int kMergeRows = T::kSplitRows ? 16 : T::kRows;  // of a warp at a time
-  static constexpr int kMergeBytes = kWarps * kMergeRows * kOutputStride * 4;
+  static constexpr int kMergeBytes = T::kMaxWarps * kMergeRows * kOutputStride * 4;
 
-  char* base;
-
-  static int bytes(int stages) {
+  static constexpr int bytes(int stages) {
     const int pipeline = stages * T::kStageBytes;
     return kFixedBytes + (pipeline > kMergeBytes ? pipeline : kMergeBytes);
   }
+  // Every GPU has room for two stages, except where head dimensions are large: 99 KiB at least, of which kernels may
+  // take one for other things.
+  static constexpr int kMinStages = bytes(2) <= 98 * 1024 ? 2 : 1;
+  static_assert(!kQueryInStage || kMinStages == 2, "the query would overwrite keys");
 
-  __device__ QueryTile<T> query() const { return {base}; }
-  __device__ RowInfo* rows() const { return reinterpret_cast<RowInfo*>(base + kQueryBytes); }
+  char* base;
+  int stages;
+
+  __device__ RowInfo* rows() const { return reinterpret_cast<RowInfo*>(base); }
   __device__ float2* norm(int warp) const {
-    return reinterpret_cast<float2*>(base + kQueryBytes + kRowInfoBytes) + warp * T::kWarpRows;
+    return reinterpret_cast<float2*>(base + kRowInfoBytes) + warp * T::kWarpRows;
   }
   __device__ uint32_t* valid(int warp) const {
-    return reinterpret_cast<uint32_t*>(base + kQueryBytes + kRowInfoBytes + kNormBytes) + warp * kMaxStages;
+    return reinterpret_cast<uint32_t*>(base + kRowInfoBytes + kNormBytes) + warp * kMaxStages;
+  }
+  __device__ QueryTile<T> query() const {
+    return {kQueryInStage ? stage(0, stages - 1) : base + kFixedBytes - kQueryBytes};
   }
   // K, then V, of one warp's stage.
   __device__ char* stage(int warp, int stage) const {
@@ -66,25 +76,21 @@ __device__ __forceinline__ uint4 load_query(const Element* source, bool aligned)
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Byte offsets of the key (lanes 0 to 15) or value (lanes 16 to 31) rows that a lane resolves.
+// Byte offsets of the key (lanes 0 to 15) or value (lanes 16 to 31) rows that a lane resolves. The strides stay where
+// the kernel's parameters are: registers are short.
 struct LaneAddress {
-  int64_t page_stride;
-  int64_t token_stride;
-  int64_t head_offset;
-  int num_pages;
-
-  __device__ LaneAddress(const VegasPagedCache& cache, int head, int element_bytes) {
-    const VegasCacheView& view = (threadIdx.x & 31) < kTileKeys ? cache.k : cache.v;
-    page_stride = view.stride_page * element_bytes;
-    token_stride = view.stride_token * element_bytes;
-    head_offset = view.stride_head * element_bytes * head;
-    // Page ids are 32-bit, so no table names a page beyond.
-    num_pages = cache.num_pages < INT_MAX ? static_cast<int>(cache.num_pages) : INT_MAX;
-  }
+  const VegasPagedCache& cache;
+  int head;
+  int element_bytes;
 
   // -1 for a page outside the cache.
   __device__ int64_t operator()(int page, int slot) const {
-    return page >= 0 && page < num_pages ? page * page_stride + slot * token_stride + head_offset : -1;
+    const bool key = (threadIdx.x & 31) < kTileKeys;
+    if (page < 0 || page >= cache.num_pages) return -1;
+    const int64_t elements = page * (key ? cache.k.stride_page : cache.v.stride_page) +
+                             slot * (key ? cache.k.stride_token : cache.v.stride_token) +
+                             head * (key ? cache.k.stride_head : cache.v.stride_head);
+    return elements * element_bytes;
   }
 };
 
@@ -99,6 +105,15 @@ struct Scoring {
   float softcap;       // 0: none
   int first_full_key;  // keys in [first_full_key, last_full_key] need no mask
   int last_full_key;
+
+  // Softmax takes products and applies the scale itself, unless a cap comes in between or the scale changes
+  // which product is largest.
+  __device__ bool keeps_products() const { return softcap <= 0.0f && scale > 1e-30f; }
+  // What turns the x of the main loop into logits.
+  __device__ float logit_scale() const { return keeps_products() ? scale : 1.0f; }
+  __device__ bool masks(int first_key, uint32_t valid) const {
+    return valid != 0xffffu || first_key < first_full_key || first_key + kTileKeys - 1 > last_full_key;
+  }
 };
 
 // A warp's running softmax: element [m][i] belongs to row 16m + lane / 4 + 8i.
@@ -124,8 +139,9 @@ struct SoftmaxState {
     }
   }
 
-  // Turns logits into weights relative to the new maximum, rescaling what was accumulated.
-  __device__ __forceinline__ void update(const float (&logits)[T::kKeyTiles][T::kRowTiles][2][4],
+  // Turns x * scale (log2 units, scale > 0) into weights relative to the new maximum, rescaling what was
+  // accumulated.
+  __device__ __forceinline__ void update(const float (&x)[T::kKeyTiles][T::kRowTiles][2][4], float scale,
                                          uint32_t (&weights)[T::kKeyTiles][T::kRowTiles][4]) {
     float rescale[T::kRowTiles][2];
     bool moved = false;
@@ -136,13 +152,13 @@ struct SoftmaxState {
         float top = -INFINITY;
 #pragma unroll
         for (int t = 0; t < T::kKeyTiles; ++t) {
-          const float (&x)[2][4] = logits[t][m];
-          top = fmaxf(top, fmaxf(fmaxf(x[0][2 * i], x[0][2 * i + 1]), fmaxf(x[1][2 * i], x[1][2 * i + 1])));
+          const float (&row)[2][4] = x[t][m];
+          top = fmaxf(top, fmaxf(fmaxf(row[0][2 * i], row[0][2 * i + 1]), fmaxf(row[1][2 * i], row[1][2 * i + 1])));
         }
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
         const float before = maximum[m][i];
-        const float now = fmaxf(before, top * kLog2e);
+        const float now = fmaxf(before, top * scale);
         moved = moved || now > before;
         // A row that has seen no key yet keeps -inf, which must not meet -inf in a difference.
         const float base = now == -INFINITY ? 0.0f : now;
@@ -155,7 +171,7 @@ struct SoftmaxState {
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) p[n][e] = exp2_approx(fmaf(logits[t][m][n][2 * i + e], kLog2e, -base));
+            for (int e = 0; e < 2; ++e) p[n][e] = exp2_approx(fmaf(x[t][m][n][2 * i + e], scale, -base));
             weights[t][m][2 * n + i] = pack<typename T::Element>(p[n][0], p[n][1]);
           }
           sum[m][i] += (p[0][0] + p[0][1]) + (p[1][0] + p[1][1]);
@@ -200,6 +216,7 @@ struct TilePipeline {
   int read_stage;
   int warp;
   int lane;
+  bool loads;  // this warp has keys to load
 
   __device__ TilePipeline(const SharedTile<T>& tile, Keys& source, const VegasPagedCache& cache, int chunk_tiles,
                           int num_stages)
@@ -212,38 +229,45 @@ struct TilePipeline {
         issue_stage(0),
         read_stage(0),
         warp(threadIdx.x / 32),
-        lane(threadIdx.x % 32) {
+        lane(threadIdx.x % 32),
+        loads(!T::kSplitRows || warp < kWarps) {
     const int first = T::kSplitRows ? 0 : warp;
     tiles = chunk_tiles > first ? (chunk_tiles - first + kWarps - 1) / kWarps : 0;
   }
 
   __device__ void start() {
-    keys.fetch(warp);
-    keys.lookup();
-    keys.fetch(warp + kWarps);
+    if (loads) {
+      keys.fetch(warp);
+      keys.lookup();
+      keys.fetch(warp + kWarps);
+    }
     for (int s = 0; s + 1 < stages; ++s) issue(s);
   }
 
   // Starts the copies of the warp's n-th tile; tiles are issued in order. Always one group, so that the
   // number of pending groups is known.
   __device__ __forceinline__ void issue(int n) {
-    if (n < tiles) {
+    if (loads && n < tiles) {
       constexpr int kLanesPerRow = T::kSegments < 32 ? T::kSegments : 32;
       constexpr int kRowsPerPass = 32 / kLanesPerRow;
       const int64_t offset = keys.offset();
       const uint32_t valid = __ballot_sync(0xffffffffu, offset >= 0) & 0xffffu;
       if (lane == 0) shared.valid(warp)[issue_stage] = valid;
-      char* k_tile = shared.stage(warp, issue_stage);
+      // Of a skipped page, an address that is not read.
+      const int64_t address = reinterpret_cast<int64_t>(lane < kTileKeys ? k_data : v_data) + offset;
       const int segment = lane % kLanesPerRow;
+      const int first_row = lane / kLanesPerRow;
+      char* k_tile = shared.stage(warp, issue_stage);
+      const uint32_t reads = segment < segments ? valid >> first_row : 0;
 #pragma unroll
-      for (int first = 0; first < kTileKeys; first += kRowsPerPass) {
-        const int row = first + lane / kLanesPerRow;
-        const int64_t k_offset = __shfl_sync(0xffffffffu, offset, row);
-        const int64_t v_offset = __shfl_sync(0xffffffffu, offset, row + kTileKeys);
-        const bool read = k_offset >= 0 && segment < segments;
+      for (int pass = 0; pass < kTileKeys; pass += kRowsPerPass) {
+        const int row = first_row + pass;
+        const bool read = reads >> pass & 1;
         char* target = k_tile + swizzled<T::kSegments>(row, segment);
-        copy(k_data + (read ? k_offset + segment * 16 : 0), target, read);
-        copy(v_data + (read ? v_offset + segment * 16 : 0), target + T::kTileBytes, read);
+        const int64_t k_address = __shfl_sync(0xffffffffu, address, row) + segment * 16;
+        const int64_t v_address = __shfl_sync(0xffffffffu, address, row + kTileKeys) + segment * 16;
+        copy(reinterpret_cast<const char*>(k_address), target, read);
+        copy(reinterpret_cast<const char*>(v_address), target + T::kTileBytes, read);
       }
       keys.lookup();
       keys.fetch(warp + (n + 2) * kWarps);
@@ -263,13 +287,14 @@ struct TilePipeline {
 
   // Waits for the n-th tile and keeps the pipeline full; returns its stage.
   __device__ __forceinline__ int next(int n) {
-    if (stages == 1) {
+    const bool one_stage = SharedTile<T>::kMinStages == 1 && stages == 1;
+    if (one_stage) {
       meet_readers();
       issue(n);
     }
     wait_for_stage(stages - 2);
     meet_readers();
-    if (stages > 1) issue(n + stages - 1);
+    if (!one_stage) issue(n + stages - 1);
     const int stage = read_stage;
     read_stage = stage + 1 < stages ? stage + 1 : 0;
     return stage;
@@ -282,44 +307,54 @@ struct TilePipeline {
   }
 };
 
-// Scales, caps and masks the products of a warp's rows with one tile of keys.
-template <class T>
-__device__ __forceinline__ void finish_logits(float (&x)[T::kRowTiles][2][4], const Scoring& scoring,
-                                              const RowInfo* rows, int first_key, uint32_t valid) {
+// Scales and caps products where softmax does not do it by itself. Few calls come here: one copy of tanhf, the
+// elements taking turns in the first place, keeps the main loop small.
+template <int kRowTiles>
+__device__ __forceinline__ void cap_logits(float (&x)[kRowTiles][2][4], const Scoring& scoring) {
+  constexpr int kElements = kRowTiles * 8;
+#pragma unroll 1
+  for (int turn = 0; turn < kElements; ++turn) {
+    float logit = x[0][0][0] * scoring.scale;
+    // tanhf, not tanh.approx: a dumped logit promises an error below 2^-16.
+    if (scoring.softcap > 0.0f) logit = scoring.softcap * tanhf(logit / scoring.softcap);
+#pragma unroll
+    for (int i = 0; i + 1 < kElements; ++i) x[i / 8][i / 4 % 2][i % 4] = x[(i + 1) / 8][(i + 1) / 4 % 2][(i + 1) % 4];
+    x[kRowTiles - 1][1][3] = logit;
+  }
+}
+
+// Masks the keys of a tile that a row does not see.
+template <int kRowTiles>
+__device__ __forceinline__ void mask_logits(float (&x)[kRowTiles][2][4], const RowInfo* rows, int first_key,
+                                            uint32_t valid) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int m = 0; m < T::kRowTiles; ++m) {
-#pragma unroll
-    for (int c = 0; c < 8; ++c) x[m][c / 4][c % 4] *= scoring.scale;
-  }
-  if (scoring.softcap > 0.0f) {
-#pragma unroll
-    for (int m = 0; m < T::kRowTiles; ++m) {
-#pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        // tanhf, not tanh.approx: a dumped logit promises an error below 2^-16.
-        float& logit = x[m][c / 4][c % 4];
-        logit = scoring.softcap * tanhf(logit / scoring.softcap);
-      }
-    }
-  }
-  if (valid == 0xffffu && first_key >= scoring.first_full_key && first_key + kTileKeys - 1 <= scoring.last_full_key) {
-    return;
-  }
-#pragma unroll
-  for (int m = 0; m < T::kRowTiles; ++m) {
+  for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const RowInfo& row = rows[16 * m + lane / 4 + 8 * i];
-      const int low = row.first_key;
-      const int high = row.last_key;
+      const int low = min(max(row.first_key, first_key) - first_key, kTileKeys);
+      const int end = max(min(row.last_key, first_key + kTileKeys - 1) - first_key + 1, 0);
+      const uint32_t seen = (valid & ((1u << end) - 1) & ~((1u << low) - 1)) >> (2 * (lane % 4));
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const int column = 8 * (c / 2) + 2 * (lane % 4) + c % 2;
-        const int key = first_key + column;
-        const bool seen = (valid >> column & 1) && key >= low && key <= high;
-        if (!seen) x[m][c / 2][2 * i + c % 2] = -INFINITY;
+        if (!(seen >> (8 * (c / 2) + c % 2) & 1)) x[m][c / 2][2 * i + c % 2] = -INFINITY;
       }
+    }
+  }
+}
+
+// x[t] becomes what x[t + 1] was; the first becomes the last.
+template <int kKeyTiles, int kRowTiles>
+__device__ __forceinline__ void rotate(float (&x)[kKeyTiles][kRowTiles][2][4]) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float first = x[0][m][i / 4][i % 4];
+#pragma unroll
+      for (int t = 0; t + 1 < kKeyTiles; ++t) x[t][m][i / 4][i % 4] = x[t + 1][m][i / 4][i % 4];
+      x[kKeyTiles - 1][m][i / 4][i % 4] = first;
     }
   }
 }
@@ -338,6 +373,9 @@ __device__ __forceinline__ void attend(const SharedTile<T>& shared, Keys& keys, 
   const QueryFragments<T> query(shared.query());
   const int first_row = T::kSplitRows ? pipeline.warp * T::kWarpRows : 0;
   const RowInfo* rows = shared.rows() + first_row;
+  const bool keeps_products = scoring.keeps_products();
+  const float logit_scale = scoring.logit_scale();
+  const float softmax_scale = logit_scale * kLog2e;
   constexpr int kTileDistance = 2 * T::kTileBytes;  // from one warp's tile of a stage to the next one's
 
   for (int n = 0; n < pipeline.tiles; ++n) {
@@ -352,17 +390,28 @@ __device__ __forceinline__ void attend(const SharedTile<T>& shared, Keys& keys, 
       // scores
       float x[T::kKeyTiles][T::kRowTiles][2][4];
       multiply_keys<T>(x, query, k_tile, kTileDistance);
+      const int first_key = begin + (n * kWarps + tile) * kTileKeys;
+      bool plain = keeps_products && !dump.wants(first_key);
 #pragma unroll
       for (int t = 0; t < T::kKeyTiles; ++t) {
-        const uint32_t valid = shared.valid(tile + t)[stage];
-        const int first_key = begin + (n * kWarps + tile + t) * kTileKeys;
-        finish_logits<T>(x[t], scoring, rows, first_key, valid);
-        dump(x[t], rows, first_key, valid);
+        plain = plain && !scoring.masks(first_key + t * kTileKeys, shared.valid(tile + t)[stage]);
+      }
+      if (!plain) {
+        // Tiles take turns in the first place: most do not come here, and the code of one is enough.
+#pragma unroll 1
+        for (int t = 0; t < T::kKeyTiles; ++t) {
+          const uint32_t valid = shared.valid(tile + t)[stage];
+          const int tile_key = first_key + t * kTileKeys;
+          if (!keeps_products) cap_logits(x[0], scoring);
+          if (scoring.masks(tile_key, valid)) mask_logits(x[0], rows, tile_key, valid);
+          dump(x[0], logit_scale, rows, tile_key, valid);
+          rotate(x);
+        }
       }
 
       // softmax
       uint32_t weights[T::kKeyTiles][T::kRowTiles][4];
-      state.update(x, weights);
+      state.update(x, softmax_scale, weights);
 
       // accumulate
 #pragma unroll
@@ -423,6 +472,7 @@ __device__ __forceinline__ void merge_warps(const SharedTile<T>& shared, const S
       __syncwarp();
       write_rows(shared, state, m, 0);
       __syncwarp();
+#pragma unroll 1
       for (int row = 0; row < 16 && first_row + row < num_rows; ++row) {
         const float2 norm = shared.norm(warp)[row];
         store(first_row + row, RowNorm{norm.x, norm.y}, [&](int i) { return shared.output(warp, row)[lane + 32 * i]; });
@@ -432,6 +482,7 @@ __device__ __forceinline__ void merge_warps(const SharedTile<T>& shared, const S
 #pragma unroll
     for (int m = 0; m < T::kRowTiles; ++m) write_rows(shared, state, m, 16 * m);
     __syncthreads();
+#pragma unroll 1
     for (int row = warp; row < num_rows; row += kWarps) {
       RowNorm parts[kWarps];
       RowNorm whole = {-INFINITY, 0.0f};

@@ -11,9 +11,12 @@ __host__ __device__ constexpr int padded_head_dim(int head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
 }
 
-// The deepest pipeline of at least two stages that leaves room for two CTAs per SM; else the deepest that fits.
+constexpr int kStaticSharedBytes = 1024;  // at most, of a kernel beside its tiles
+
+// The deepest pipeline of at least two stages that leaves room for `resident` CTAs per SM, or for as many fewer as
+// it takes; else the deepest that fits.
 template <class T>
-cudaError_t choose_stages(int* stages) {
+cudaError_t choose_stages(int resident, int* stages) {
   int device, per_block, per_sm, reserved;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -21,21 +24,26 @@ cudaError_t choose_stages(int* stages) {
     error = cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
   if (error != cudaSuccess) return error;
-  for (*stages = kMaxStages; *stages >= 2; --*stages) {
-    const int bytes = SharedTile<T>::bytes(*stages);
-    if (bytes <= per_block && 2 * (bytes + reserved) <= per_sm) return cudaSuccess;
+  reserved += kStaticSharedBytes;
+  per_block -= kStaticSharedBytes;
+  for (int ctas = resident; ctas >= 2; --ctas) {
+    for (*stages = kMaxStages; *stages >= 2; --*stages) {
+      const int bytes = SharedTile<T>::bytes(*stages);
+      if (bytes <= per_block && ctas * (bytes + reserved) <= per_sm) return cudaSuccess;
+    }
   }
-  for (*stages = kMaxStages; *stages > 1; --*stages) {
+  for (*stages = kMaxStages; *stages > SharedTile<T>::kMinStages; --*stages) {
     if (SharedTile<T>::bytes(*stages) <= per_block) break;
   }
   return cudaSuccess;
 }
 
-// Launches kernel(args..., stages) with as much shared memory as its pipeline takes.
+// Launches kernel(args..., stages), `warps` to a CTA, with as much shared memory as its pipeline takes.
 template <class T, class Kernel, class... Args>
-cudaError_t launch_attention(Kernel kernel, int64_t ctas, cudaStream_t stream, const Args&... args) {
+cudaError_t launch_attention(Kernel kernel, int64_t ctas, int warps, cudaStream_t stream, const Args&... args) {
+  const int resident = 2 * T::kMaxWarps / warps;
   int stages;
-  cudaError_t error = choose_stages<T>(&stages);
+  cudaError_t error = choose_stages<T>(resident, &stages);
   if (error != cudaSuccess) return error;
   const int bytes = SharedTile<T>::bytes(stages);
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -43,7 +51,7 @@ cudaError_t launch_attention(Kernel kernel, int64_t ctas, cudaStream_t stream, c
   // Left alone, the driver may give an SM's memory to the L1 cache and leave room for one CTA.
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(ctas), kThreads, bytes, stream>>>(args..., stages);
+  kernel<<<static_cast<unsigned>(ctas), 32 * warps, bytes, stream>>>(args..., stages);
   return cudaGetLastError();
 }
 

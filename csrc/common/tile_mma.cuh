@@ -15,14 +15,18 @@
 
 namespace vegas_ops::portable {
 
-constexpr int kWarps = 4;
+constexpr int kWarps = 4;  // that load keys
 constexpr int kThreads = 32 * kWarps;
-constexpr int kTileKeys = 16;  // keys that one warp takes per step
+constexpr int kTileKeys = 16;  // keys that one warp loads per step
 constexpr int kMaxStages = 4;
 
+// Warps of a CTA that splits rows, at most. Two CTAs of that size share an SM, which bounds a thread's registers: 128
+// for head dimensions up to 64, 168 up to 128.
+__host__ __device__ constexpr int max_row_warps(int head_dim) { return head_dim <= 64 ? 8 : 6; }
+
 // One attention kernel: query type, whether the cache is fp8_e4m3, the padded head dimension, how many 16-row
-// tiles of packed query rows a warp holds, and whether the warps of a CTA share keys and split rows, or share
-// rows and split keys.
+// tiles of packed query rows a warp holds, and whether the warps of a CTA share keys and split rows (at least
+// kWarps of them, as the launch says), or share rows and split keys.
 template <class Element_, bool kFp8_, int kHeadDim_, int kRowTiles_, bool kSplitRows_ = false>
 struct Traits {
   using Element = Element_;
@@ -31,9 +35,10 @@ struct Traits {
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr bool kSplitRows = kSplitRows_;
   static constexpr int kWarpRows = 16 * kRowTiles;
-  static constexpr int kRows = kSplitRows ? kWarps * kWarpRows : kWarpRows;
-  // Tiles of keys that a warp attends together, as registers allow.
-  static constexpr int kKeyTiles = kSplitRows && kRowTiles * kHeadDim <= 128 ? 2 : 1;
+  static constexpr int kMaxWarps = kSplitRows ? max_row_warps(kHeadDim) : kWarps;
+  static constexpr int kRows = kSplitRows ? kMaxWarps * kWarpRows : kWarpRows;  // of the largest CTA
+  // Tiles of keys that a warp attends together.
+  static constexpr int kKeyTiles = kSplitRows ? 2 : 1;
   static constexpr int kCacheBytes = kFp8 ? 1 : 2;
   static constexpr int kSegments = kHeadDim * kCacheBytes / 16;  // 16-byte segments of a cache row
   static constexpr int kTileBytes = kTileKeys * kSegments * 16;

@@ -116,8 +116,9 @@ struct ListedKeys {
 };
 
 struct NoDump {
+  __device__ __forceinline__ bool wants(int) const { return false; }
   template <class Logits>
-  __device__ __forceinline__ void operator()(const Logits&, const RowInfo*, int, uint32_t) const {}
+  __device__ __forceinline__ void operator()(const Logits&, float, const RowInfo*, int, uint32_t) const {}
 };
 
 template <class T>
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int first_row = unit.row_tile * kSparseRows;
   const int num_rows = min(kSparseRows, group - first_row);
   const int first_head = kv_head * group + first_row;
-  const SharedTile<T> shared = {shared_bytes};
+  const SharedTile<T> shared = {shared_bytes, stages};
 
   const SparseRequest request(p, b);
   const int listed = request.listed(p, b, kv_head);
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                      listed,
                      request,
                      p.cache.num_pages * p.cache.page_size,
-                     LaneAddress(p.cache, kv_head, T::kCacheBytes),
+                     LaneAddress{p.cache, kv_head, T::kCacheBytes},
                      -1,
                      false,
                      -1,

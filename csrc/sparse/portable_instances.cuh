@@ -11,7 +11,7 @@ template <class Element, bool kFp8, int kHeadDim>
 cudaError_t launch_sparse_instance(const VegasSparseParams& p, const PlanWorkspace& w, int64_t units,
                                    cudaStream_t stream) {
   using T = Traits<Element, kFp8, kHeadDim, kSparseRowTiles>;
-  return launch_attention<T>(sparse_kernel<T>, units * p.cache.num_heads_kv, stream, p, w);
+  return launch_attention<T>(sparse_kernel<T>, units * p.cache.num_heads_kv, kWarps, stream, p, w);
 }
 
 template <class Element>

@@ -92,26 +92,17 @@ int token_tiles_of(RowMapping mapping, int max_q_len, int group) {
   return ceil_div((max_q_len < 2 ? max_q_len : 2) * group, mapping.warp_rows());
 }
 
-// A call within the bounds may have fewer rows, and so any mapping up to the bounds' own.
+// A call within the bounds may have fewer rows, and so any mapping; none has more tiles, nor more rows in one.
 size_t workspace_for_rows(const VegasBounds& b) {
   const int group = b.num_heads_q / b.num_heads_kv;
   const int64_t all_rows = int64_t{b.max_q_len} * group + 2;
-  const int most_rows = all_rows < kMostRows ? static_cast<int>(all_rows) : kMostRows;
-  const int own = row_mapping_for(most_rows, b.head_dim);
-  const int invariant = invariant_row_mapping(b.head_dim);
-  size_t most = 0;
-  for (int i = 0; i <= (own > invariant ? own : invariant); ++i) {
-    const RowMapping mapping = kRowMappings[i];
-    // Other mappings are chosen for rows that fit one tile only.
-    const bool any = i == own || i == invariant || mapping.tile_rows() > most_rows;
-    const int rows = any ? most_rows : mapping.tile_rows();
-    const int64_t dump_floats =
-        int64_t{b.max_batch} * b.num_heads_kv * token_tiles_of(mapping, b.max_q_len, group) * b.max_seqlen_k;
-    const size_t bytes = workspace_for_all_rules(
-        plan_bounds(mapping, rows, b.max_batch, b.max_seqlen_k, b.num_heads_kv, b.head_dim, dump_floats));
-    most = bytes > most ? bytes : most;
-  }
-  return most;
+  const int rows = all_rows < kMostRows ? static_cast<int>(all_rows) : kMostRows;
+  const RowMapping most =
+      b.head_dim > 128 ? RowMapping{1, false, kWarps} : RowMapping{1, true, max_row_warps(b.head_dim)};
+  const int64_t dump_floats =
+      int64_t{b.max_batch} * b.num_heads_kv * token_tiles_of(most, b.max_q_len, group) * b.max_seqlen_k;
+  return workspace_for_all_rules(
+      plan_bounds(most, rows, b.max_batch, b.max_seqlen_k, b.num_heads_kv, b.head_dim, dump_floats));
 }
 
 }  // namespace
@@ -134,8 +125,8 @@ int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
   VEGAS_CHECK(all_rows <= kMostRows, "`max_seqlen_q` must mean at most %d rows of a KV head, got %d", kMostRows,
               p.max_seqlen_q);
   const int rows = static_cast<int>(all_rows);
-  const RowMapping mapping = kRowMappings[p.batch_invariant ? invariant_row_mapping(p.cache.head_dim)
-                                                            : row_mapping_for(rows, p.cache.head_dim)];
+  const RowMapping mapping =
+      p.batch_invariant ? invariant_row_mapping(rows, p.cache.head_dim) : row_mapping_for(rows, p.cache.head_dim);
   const int tile_rows = mapping.tile_rows();
   const int token_tiles = p.dump == VEGAS_DUMP_TOKEN ? token_tiles_of(mapping, p.max_seqlen_q, group) : 1;
   const int64_t dump_floats = summed ? int64_t{p.batch} * p.cache.num_heads_kv * token_tiles * p.max_seqlen_k : 0;

@@ -120,9 +120,8 @@ struct PagedKeys {
   const int32_t* table;  // of the request
   int page_size;
   int begin;
-  int end;
-  int first_seen;  // keys outside [first_seen, last_seen] are masked for all rows: never read
-  int last_seen;
+  int first_read;  // keys outside [first_read, end_read) are beyond the chunk or masked for all rows: never read
+  int end_read;
   LaneAddress address;
   int position;
   int column;  // of the position in the table, and its slot in the page: kept up without dividing
@@ -137,9 +136,8 @@ struct PagedKeys {
       : table(request_table),
         page_size(page_tokens),
         begin(begin_key),
-        end(end_key),
-        first_seen(first_seen_key),
-        last_seen(last_seen_key),
+        first_read(first_seen_key),
+        end_read(min(end_key, last_seen_key + 1)),
         address(lane_address),
         step_columns(kWarps * kTileKeys / page_tokens),
         step_slots(kWarps * kTileKeys % page_tokens),
@@ -161,7 +159,7 @@ struct PagedKeys {
   }
   __device__ void lookup() {
     page = -1;
-    if (position < end && position >= first_seen && position <= last_seen) {
+    if (position >= first_read && position < end_read) {
       page = __ldg(table + column);
       slot = column_slot;
     }
@@ -169,7 +167,8 @@ struct PagedKeys {
   __device__ int64_t offset() const { return address(page, slot); }
 };
 
-// Writes the logits of a tile of keys, as its kind of dump wants them.
+// How a warp's logits of a tile of keys are written, as the kind of dump wants it. Kept in shared memory: registers are
+// short.
 struct LogitDump {
   VegasDump kind;
   int length;  // keys at or beyond are not written
@@ -178,7 +177,7 @@ struct LogitDump {
   int first_seen;
   int last_seen;
   int num_guides;
-  float hint;  // token_weight: normaliser of guide row lane / 4
+  float hint[2];  // token_weight: normalisers of guide rows
   // planes of logits
   void* logits;
   bool bf16;
@@ -192,36 +191,40 @@ struct LogitDump {
     }
   }
 
+  // x * scale are the logits.
   template <int kRowTiles>
-  __device__ __forceinline__ void operator()(const float (&x)[kRowTiles][2][4], const RowInfo* rows, int first_key,
-                                             uint32_t valid) const {
+  __device__ __forceinline__ void operator()(const float (&x)[kRowTiles][2][4], float scale, const RowInfo* rows,
+                                             int first_key, uint32_t valid) const {
     if (first_key >= length) return;
     if (kind == VEGAS_DUMP_TOKEN) {
-      add_rows(x, rows, first_key, valid);
+      add_rows(x, scale, rows, first_key, valid);
     } else if (kind == VEGAS_DUMP_TOKEN_WEIGHT) {
-      add_weights(x, first_key, valid);
+      add_weights(x, scale, first_key, valid);
     } else {
-      store_planes(x, rows, first_key);
+      store_planes(x, scale, rows, first_key);
     }
   }
 
   template <int kRowTiles>
-  __device__ __forceinline__ void store_planes(const float (&x)[kRowTiles][2][4], const RowInfo* rows,
+  __device__ __forceinline__ void store_planes(const float (&x)[kRowTiles][2][4], float scale, const RowInfo* rows,
                                                int first_key) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
+#pragma unroll 1
       for (int i = 0; i < 2; ++i) {
-        const int64_t base = rows[16 * m + lane / 4 + 8 * i].dump;
-        if (base < 0) continue;
+        const int64_t row = rows[16 * m + lane / 4 + 8 * i].dump;
+        if (row < 0) continue;
+        const int key = first_key + 2 * (lane % 4);
+        const int64_t at = row + key;
+        const int left = length - key;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const int key = first_key + 8 * (c / 2) + 2 * (lane % 4) + c % 2;
-          if (key >= length) continue;
-          const float value = x[m][c / 2][2 * i + c % 2];
-          store(base + key, value);
-          if (second_plane) store(base + second_plane + key, value);
+          const int column = 8 * (c / 2) + c % 2;
+          if (column >= left) continue;
+          const float value = (i == 0 ? x[m][c / 2][c % 2] : x[m][c / 2][2 + c % 2]) * scale;
+          store(at + column, value);
+          if (second_plane) store(at + second_plane + column, value);
         }
       }
     }
@@ -229,8 +232,8 @@ struct LogitDump {
 
   // Sum over the dumped rows of the warp, in a fixed order.
   template <int kRowTiles>
-  __device__ __forceinline__ void add_rows(const float (&x)[kRowTiles][2][4], const RowInfo* rows, int first_key,
-                                           uint32_t valid) const {
+  __device__ __forceinline__ void add_rows(const float (&x)[kRowTiles][2][4], float scale, const RowInfo* rows,
+                                           int first_key, uint32_t valid) const {
     const int lane = threadIdx.x % 32;
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -239,7 +242,7 @@ struct LogitDump {
       for (int i = 0; i < 2; ++i) {
         const bool counted = rows[16 * m + lane / 4 + 8 * i].dump >= 0;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sum[c] += counted ? x[m][c / 2][2 * i + c % 2] : 0.0f;
+        for (int c = 0; c < 4; ++c) sum[c] += counted ? x[m][c / 2][2 * i + c % 2] * scale : 0.0f;
       }
     }
 #pragma unroll
@@ -251,12 +254,15 @@ struct LogitDump {
   }
 
   template <int kRowTiles>
-  __device__ __forceinline__ void add_weights(const float (&x)[kRowTiles][2][4], int first_key, uint32_t valid) const {
-    const bool guide = threadIdx.x % 32 / 4 < num_guides;
+  __device__ __forceinline__ void add_weights(const float (&x)[kRowTiles][2][4], float scale, int first_key,
+                                              uint32_t valid) const {
+    const int row = threadIdx.x % 32 / 4;
+    const bool guide = row < num_guides;
+    const float normaliser = row == 0 ? hint[0] : hint[1];
     float sum[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      sum[c] = guide ? expf(x[0][c / 2][c % 2] - hint) : 0.0f;
+      sum[c] = guide ? expf(x[0][c / 2][c % 2] * scale - normaliser) : 0.0f;
       sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], 4);
     }
     store_sums(sum, first_key, valid);
@@ -299,12 +305,12 @@ __device__ inline uint4 load_guide(const Element* source, int64_t stride_head, i
 // Query rows and what each row sees and dumps, into shared memory.
 template <class T>
 __device__ inline void load_rows(const SharedTile<T>& shared, const VegasVerifyParams& p, const VerifyRequest& request,
-                                 int b, int kv_head, int first_row, int num_rows) {
+                                 int b, int kv_head, int first_row, int tile_rows, int num_rows) {
   using Element = typename T::Element;
   const int group = p.num_heads_q / p.cache.num_heads_kv;
   const Element* q = static_cast<const Element*>(p.q);
   const bool aligned = ((reinterpret_cast<uintptr_t>(q) | (p.q_stride_row * 2) | (p.q_stride_head * 2)) & 15) == 0;
-  for (int i = threadIdx.x; i < T::kRows * T::kQuerySegments; i += kThreads) {
+  for (int i = threadIdx.x; i < tile_rows * T::kQuerySegments; i += blockDim.x) {
     const int row = i / T::kQuerySegments;
     const int chunk = i % T::kQuerySegments;
     uint4 values = make_uint4(0, 0, 0, 0);
@@ -316,7 +322,7 @@ __device__ inline void load_rows(const SharedTile<T>& shared, const VegasVerifyP
     }
     shared.query().store(row, chunk, values);
   }
-  for (int row = threadIdx.x; row < T::kRows; row += kThreads) {
+  for (int row = threadIdx.x; row < tile_rows; row += blockDim.x) {
     RowInfo info = {0, -1, -1};
     if (row < num_rows) {
       const PackedRow packed(p, request, kv_head, first_row + row);
@@ -367,55 +373,93 @@ __device__ inline LogitDump logit_dump(const VegasVerifyParams& p, const PlanWor
     dump.last_seen = min(dump.last_seen, last);
   }
   dump.num_guides = request.num_guides;
-  const int guide = threadIdx.x % 32 / 4;
-  if (p.dump == VEGAS_DUMP_TOKEN_WEIGHT && guide < request.num_guides) {
-    // A row that is both first and last counts once, with the last row's hint where that was asked for.
-    const int plane = request.q_len == 1 ? request.bits >> 1 : request.guide_plane(guide);
-    dump.hint = p.guide_lse_hint[(int64_t{b} * 2 + plane) * p.cache.num_heads_kv + kv_head];
+  if (p.dump == VEGAS_DUMP_TOKEN_WEIGHT) {
+#pragma unroll
+    for (int guide = 0; guide < 2; ++guide) {
+      if (guide >= request.num_guides) break;
+      // A row that is both first and last counts once, with the last row's hint where that was asked for.
+      const int plane = request.q_len == 1 ? request.bits >> 1 : request.guide_plane(guide);
+      dump.hint[guide] = p.guide_lse_hint[(int64_t{b} * 2 + plane) * p.cache.num_heads_kv + kv_head];
+    }
   }
   return dump;
 }
 
+// The dumps of all warps, in shared memory.
+struct WarpDumps {
+  const LogitDump* dumps;
+
+  __device__ __forceinline__ bool wants(int first_key) const { return first_key < dumps[threadIdx.x / 32].length; }
+  template <int kRowTiles>
+  __device__ __forceinline__ void operator()(const float (&x)[kRowTiles][2][4], float scale, const RowInfo* rows,
+                                             int first_key, uint32_t valid) const {
+    dumps[threadIdx.x / 32](x, scale, rows, first_key, valid);
+  }
+};
+
+// CTAs of the largest size per SM that registers are bounded for: on sm_80, code that splits rows of wide heads would
+// spill at that bound.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2)
+constexpr int min_ctas() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+  return T::kSplitRows && T::kHeadDim > 64 ? 1 : 2;
+#else
+  return 2;
+#endif
+}
+
+template <class T>
+__global__ void __launch_bounds__(32 * T::kMaxWarps, min_ctas<T>())
     verify_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ PlanWorkspace w, int token_tiles,
                   int stages) {
   extern __shared__ __align__(128) char shared_bytes[];
+  __shared__ LogitDump dumps[T::kMaxWarps];
   const int unit_index = blockIdx.x / p.cache.num_heads_kv;
   const int kv_head = blockIdx.x % p.cache.num_heads_kv;
   if (unit_index >= *w.num_units) return;
   const PlannedUnit unit = w.units[unit_index];
-  const PlannedRequest plan = w.requests[unit.request];
+  const int chunk_keys = w.requests[unit.request].chunk_keys;
   const int b = unit.request;
   const VerifyRequest request(p, b);
-  const int first_row = unit.row_tile * T::kRows;
-  const int num_rows = min(T::kRows, request.packed_rows(p) - first_row);
-  const SharedTile<T> shared = {shared_bytes};
+  const int warps = blockDim.x / 32;
+  const int tile_rows = T::kSplitRows ? warps * T::kWarpRows : T::kRows;
+  const int first_row = unit.row_tile * tile_rows;
+  const int num_rows = min(tile_rows, request.packed_rows(p) - first_row);
+  const SharedTile<T> shared = {shared_bytes, stages};
 
-  const int begin = request.first_key + unit.chunk * plan.chunk_keys;
-  const int end = begin + min(request.end_key - begin, plan.chunk_keys);
+  const int begin = request.first_key + unit.chunk * chunk_keys;
+  const int end = begin + min(request.end_key - begin, chunk_keys);
   int first_seen, last_seen, unused;
   request.visible(p, 0, first_seen, unused);
   request.visible(p, request.q_len - 1, unused, last_seen);
   PagedKeys keys = {
       p.cache.block_table + b * p.cache.block_table_stride, p.cache.page_size, begin, end, first_seen, last_seen,
-      LaneAddress(p.cache, kv_head, T::kCacheBytes)};
+      LaneAddress{p.cache, kv_head, T::kCacheBytes}};
   const Scoring scoring = {p.softmax_scale * descale_of(p.cache.k, b, kv_head), p.softcap, request.first_full_key,
                            request.last_full_key};
-  const int warp_tile = T::kSplitRows ? unit.row_tile * kWarps + threadIdx.x / 32 : unit.row_tile;
-  const LogitDump dump = logit_dump<T>(p, w, request, b, kv_head, warp_tile, token_tiles);
-  const auto prepare = [&] { load_rows(shared, p, request, b, kv_head, first_row, num_rows); };
+  const int warp_tile = T::kSplitRows ? unit.row_tile * warps + static_cast<int>(threadIdx.x / 32) : unit.row_tile;
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x % 32 == 0) dumps[warp] = logit_dump<T>(p, w, request, b, kv_head, warp_tile, token_tiles);
+  __syncwarp();
+  const WarpDumps dump = {dumps};
+  const auto prepare = [&] { load_rows(shared, p, request, b, kv_head, first_row, tile_rows, num_rows); };
   SoftmaxState<T> state;
   attend(shared, keys, p.cache, scoring, dump, prepare, num_rows, begin, ceil_div(end - begin, kTileKeys), stages,
          state);
 
-  merge_warps(shared, state, num_rows, [&](int row, const RowNorm& norm, const auto& value) {
+  // Read again, for registers are short while keys are attended.
+  const PlannedUnit done = w.units[unit_index];
+  const PlannedRequest plan = w.requests[done.request];
+  const VerifyRequest finished(p, done.request);
+  const int rows = min(tile_rows, finished.packed_rows(p) - done.row_tile * tile_rows);
+  merge_warps(shared, state, rows, [&](int row, const RowNorm& norm, const auto& value) {
     if (plan.chunks == 1) {
-      finish_row(row_output<typename T::Element>(p, request, b, kv_head, first_row + row), norm, p.cache.head_dim,
-                 value);
+      const int packed_row = done.row_tile * tile_rows + row;
+      finish_row(row_output<typename T::Element>(p, finished, done.request, kv_head, packed_row), norm,
+                 p.cache.head_dim, value);
     } else {
-      const int tiles = request.row_tiles(p, T::kRows);
-      store_partial(w, w.partial_row(plan, tiles, unit.chunk, unit.row_tile, kv_head, row), norm, value);
+      const int tiles = finished.row_tiles(p, tile_rows);
+      store_partial(w, w.partial_row(plan, tiles, done.chunk, done.row_tile, kv_head, row), norm, value);
     }
   });
 }

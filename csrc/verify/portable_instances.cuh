@@ -8,26 +8,26 @@
 namespace vegas_ops::portable {
 
 template <class Element, int kHeadDim, int kRowTiles, bool kSplitRows>
-cudaError_t launch_verify_instance(const VegasVerifyParams& p, const PlanWorkspace& w, int64_t units, int token_tiles,
-                                   cudaStream_t stream) {
+cudaError_t launch_verify_instance(const VegasVerifyParams& p, const PlanWorkspace& w, int warps, int64_t units,
+                                   int token_tiles, cudaStream_t stream) {
   using Plain = Traits<Element, false, kHeadDim, kRowTiles, kSplitRows>;
   using Fp8 = Traits<Element, true, kHeadDim, kRowTiles, kSplitRows>;
   const int64_t ctas = units * p.cache.num_heads_kv;
   return p.cache.dtype == VEGAS_FP8_E4M3
-             ? launch_attention<Fp8>(verify_kernel<Fp8>, ctas, stream, p, w, token_tiles)
-             : launch_attention<Plain>(verify_kernel<Plain>, ctas, stream, p, w, token_tiles);
+             ? launch_attention<Fp8>(verify_kernel<Fp8>, ctas, warps, stream, p, w, token_tiles)
+             : launch_attention<Plain>(verify_kernel<Plain>, ctas, warps, stream, p, w, token_tiles);
 }
 
 template <class Element, int kHeadDim>
 cudaError_t launch_verify_mapping(const VegasVerifyParams& p, const PlanWorkspace& w, RowMapping mapping, int64_t units,
                                   int token_tiles, cudaStream_t stream) {
+  const int warps = mapping.warps;
   if (mapping.split_rows) {
-    return mapping.row_tiles == 1
-               ? launch_verify_instance<Element, kHeadDim, 1, true>(p, w, units, token_tiles, stream)
-               : launch_verify_instance<Element, kHeadDim, 2, true>(p, w, units, token_tiles, stream);
+    return launch_verify_instance<Element, kHeadDim, 1, true>(p, w, warps, units, token_tiles, stream);
   }
-  return mapping.row_tiles == 1 ? launch_verify_instance<Element, kHeadDim, 1, false>(p, w, units, token_tiles, stream)
-                                : launch_verify_instance<Element, kHeadDim, 2, false>(p, w, units, token_tiles, stream);
+  return mapping.row_tiles == 1
+             ? launch_verify_instance<Element, kHeadDim, 1, false>(p, w, warps, units, token_tiles, stream)
+             : launch_verify_instance<Element, kHeadDim, 2, false>(p, w, warps, units, token_tiles, stream);
 }
 
 template <class Element>
@@ -39,7 +39,7 @@ cudaError_t launch_verify(const VegasVerifyParams& p, const PlanWorkspace& w, Ro
     case 128:
       return launch_verify_mapping<Element, 128>(p, w, mapping, units, token_tiles, stream);
     default:
-      return launch_verify_instance<Element, 256, 1, false>(p, w, units, token_tiles, stream);
+      return launch_verify_instance<Element, 256, 1, false>(p, w, mapping.warps, units, token_tiles, stream);
   }
 }
 

@@ -14,26 +14,31 @@ namespace vegas_ops::portable {
 struct RowMapping {
   int row_tiles;
   bool split_rows;
+  int warps;  // of a CTA
 
   int warp_rows() const { return 16 * row_tiles; }
-  int tile_rows() const { return split_rows ? kWarps * warp_rows() : warp_rows(); }
+  int tile_rows() const { return split_rows ? warps * warp_rows() : warp_rows(); }
 };
 
-// From few rows to many: sharing rows keeps every warp busy, splitting them reads keys once for up to 128.
-constexpr RowMapping kRowMappings[] = {{1, false}, {2, false}, {1, true}, {2, true}};
-
-// Accumulators of 256 columns leave room for 16 rows, which then take the first mapping only.
-inline int num_row_mappings(int head_dim) { return head_dim <= 128 ? 4 : 1; }
-
-// The first mapping that holds `rows` packed rows in one tile, else the last.
-inline int row_mapping_for(int rows, int head_dim) {
-  int i = 0;
-  while (i + 1 < num_row_mappings(head_dim) && kRowMappings[i].tile_rows() < rows) ++i;
-  return i;
+// Warps that split rows: as many as hold them in one CTA, else equally many in each of several. A row's result does
+// not depend on their number.
+inline RowMapping split_row_mapping(int rows, int head_dim) {
+  const int tiles = ceil_div(rows, 16);
+  const int warps = ceil_div(tiles, ceil_div(tiles, max_row_warps(head_dim)));
+  return {1, true, warps < kWarps ? kWarps : warps};
 }
 
-// For calls whose results must not depend on the rows of other requests, at any number of them.
-inline int invariant_row_mapping(int head_dim) { return head_dim <= 128 ? 1 : 0; }
+// From few rows to many: sharing rows keeps every warp busy, splitting them reads keys once for many rows. Accumulators
+// of 256 columns leave room for 16 rows.
+inline RowMapping row_mapping_for(int rows, int head_dim) {
+  if (head_dim > 128 || rows <= 16) return {1, false, kWarps};
+  return rows <= 32 ? RowMapping{2, false, kWarps} : split_row_mapping(rows, head_dim);
+}
+
+// For calls whose results must not depend on the rows of other requests: one order of adding keys for all numbers.
+inline RowMapping invariant_row_mapping(int rows, int head_dim) {
+  return head_dim > 128 ? RowMapping{1, false, kWarps} : split_row_mapping(rows, head_dim);
+}
 
 template <class Element>
 cudaError_t launch_verify(const VegasVerifyParams& p, const PlanWorkspace& w, RowMapping mapping, int64_t units,
