@@ -109,6 +109,11 @@ struct Scoring {
   // Softmax takes products and applies the scale itself, unless a cap comes in between or the scale changes
   // which product is largest.
   __device__ bool keeps_products() const { return softcap <= 0.0f && scale > 1e-30f; }
+  __device__ __forceinline__ float logit(float product) const {
+    const float scaled = product * scale;
+    // tanhf, not tanh.approx: a dumped logit promises an error below 2^-16.
+    return softcap > 0.0f ? softcap * tanhf(scaled / softcap) : scaled;
+  }
   // What turns the x of the main loop into logits.
   __device__ float logit_scale() const { return keeps_products() ? scale : 1.0f; }
   __device__ bool masks(int first_key, uint32_t valid) const {
@@ -314,9 +319,7 @@ __device__ __forceinline__ void cap_logits(float (&x)[kRowTiles][2][4], const Sc
   constexpr int kElements = kRowTiles * 8;
 #pragma unroll 1
   for (int turn = 0; turn < kElements; ++turn) {
-    float logit = x[0][0][0] * scoring.scale;
-    // tanhf, not tanh.approx: a dumped logit promises an error below 2^-16.
-    if (scoring.softcap > 0.0f) logit = scoring.softcap * tanhf(logit / scoring.softcap);
+    const float logit = scoring.logit(x[0][0][0]);
 #pragma unroll
     for (int i = 0; i + 1 < kElements; ++i) x[i / 8][i / 4 % 2][i % 4] = x[(i + 1) / 8][(i + 1) / 4 % 2][(i + 1) % 4];
     x[kRowTiles - 1][1][3] = logit;
@@ -361,10 +364,11 @@ __device__ __forceinline__ void rotate(float (&x)[kKeyTiles][kRowTiles][2][4]) {
 
 // Attends the query tile, of which num_rows rows are in use, to `chunk_tiles` tiles of keys; the first key of
 // tile i is position begin + 16i for masks and dumps. prepare() puts the query and the rows into shared memory
-// while the first keys are on their way.
+// while the first keys are on their way. The dump takes the logits that it wants(), and sees the keys of each tile
+// once, in the warp that loaded them.
 template <class T, class Keys, class Dump, class Prepare>
 __device__ __forceinline__ void attend(const SharedTile<T>& shared, Keys& keys, const VegasPagedCache& cache,
-                                       const Scoring& scoring, const Dump& dump, const Prepare& prepare, int num_rows,
+                                       const Scoring& scoring, Dump& dump, const Prepare& prepare, int num_rows,
                                        int begin, int chunk_tiles, int stages, SoftmaxState<T>& state) {
   TilePipeline<T, Keys> pipeline(shared, keys, cache, chunk_tiles, stages);
   pipeline.start();
@@ -380,6 +384,10 @@ __device__ __forceinline__ void attend(const SharedTile<T>& shared, Keys& keys, 
 
   for (int n = 0; n < pipeline.tiles; ++n) {
     const int stage = pipeline.next(n);
+    if (pipeline.loads) {
+      dump.see_keys(shared.stage(pipeline.warp, stage), begin + (n * kWarps + pipeline.warp) * kTileKeys,
+                    shared.valid(pipeline.warp)[stage], scoring);
+    }
     if (first_row >= num_rows) continue;
     const int first_tile = T::kSplitRows ? 0 : pipeline.warp;
     const int end_tile = T::kSplitRows ? kWarps : first_tile + 1;
@@ -428,7 +436,7 @@ struct RowNorm {
   float maximum;
   float sum;
 
-  __device__ float base() const { return maximum == -INFINITY ? 0.0f : maximum; }
+  __device__ __forceinline__ float base() const { return maximum == -INFINITY ? 0.0f : maximum; }
   // Weight of a part with this norm in a whole of norm `whole`.
   __device__ float weight_in(const RowNorm& whole) const { return exp2_approx(maximum - whole.base()); }
   // Natural log; -inf for a row without keys. NaN stays NaN.

@@ -11,7 +11,11 @@ __host__ __device__ constexpr int padded_head_dim(int head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
 }
 
-constexpr int kStaticSharedBytes = 1024;  // at most, of a kernel beside its tiles
+// At most, of a kernel beside its tiles.
+template <class T>
+constexpr int static_shared_bytes() {
+  return 8 * T::kHeadDim + 1280;
+}
 
 // The deepest pipeline of at least two stages that leaves room for `resident` CTAs per SM, or for as many fewer as
 // it takes; else the deepest that fits.
@@ -24,8 +28,8 @@ cudaError_t choose_stages(int resident, int* stages) {
     error = cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
   if (error != cudaSuccess) return error;
-  reserved += kStaticSharedBytes;
-  per_block -= kStaticSharedBytes;
+  reserved += static_shared_bytes<T>();
+  per_block -= static_shared_bytes<T>();
   for (int ctas = resident; ctas >= 2; --ctas) {
     for (*stages = kMaxStages; *stages >= 2; --*stages) {
       const int bytes = SharedTile<T>::bytes(*stages);

@@ -81,6 +81,7 @@ struct PlanBounds {
   int head_dim;
   int64_t keys;  // of one request
   int64_t dump_floats;
+  int extra_norms = 0;  // per slot and KV head
 
   int64_t chunks(SplitRule rule) const {
     const int64_t smallest = rule.mode == SplitMode::kForced      ? kChunkUnit
@@ -113,17 +114,25 @@ struct PlanWorkspace {
   PlannedUnit* units;        // the first num_units are this call's
   int* num_units;
   float2* partial_norm;   // (slot, num_heads_kv, tile_rows): maximum in log2 units, sum
+  float2* extra_norm;     // (slot, num_heads_kv, extra_norms), of rows without an output
   float* partial_output;  // (slot, num_heads_kv, tile_rows, head_dim), not yet divided by the sum
   float* dump;            // (dump_floats,)
   int row_tiles;
   int tile_rows;
   int num_heads_kv;
   int head_dim;
+  int extra_norms;
 
   __device__ int64_t partial_row(const PlannedRequest& request, int row_tiles_of_request, int chunk, int row_tile,
                                  int head, int row) const {
     const int64_t slot = request.slot_begin + int64_t{chunk} * row_tiles_of_request + row_tile;
     return (slot * num_heads_kv + head) * tile_rows + row;
+  }
+  // Of the chunk's first row tile.
+  __device__ float2* extra_norm_of(const PlannedRequest& request, int row_tiles_of_request, int chunk, int head,
+                                   int i) const {
+    const int64_t slot = request.slot_begin + int64_t{chunk} * row_tiles_of_request;
+    return extra_norm + (slot * num_heads_kv + head) * extra_norms + i;
   }
 };
 
@@ -135,17 +144,20 @@ inline size_t lay_out(const PlanBounds& b, SplitRule rule, char* base, PlanWorks
     size += (static_cast<size_t>(bytes) + 255) / 256 * 256;
     return at;
   };
-  const int64_t rows = b.split_units(rule) * b.num_heads_kv * b.tile_rows;
+  const int64_t tiles = b.split_units(rule) * b.num_heads_kv;
+  const int64_t rows = tiles * b.tile_rows;
   w->num_units = reinterpret_cast<int*>(take(sizeof(int)));
   w->requests = reinterpret_cast<PlannedRequest*>(take(int64_t{b.batch} * sizeof(PlannedRequest)));
   w->units = reinterpret_cast<PlannedUnit*>(take(b.units(rule) * sizeof(PlannedUnit)));
   w->partial_norm = reinterpret_cast<float2*>(take(rows * sizeof(float2)));
+  w->extra_norm = reinterpret_cast<float2*>(take(tiles * b.extra_norms * sizeof(float2)));
   w->partial_output = reinterpret_cast<float*>(take(rows * b.head_dim * sizeof(float)));
   w->dump = reinterpret_cast<float*>(take(b.dump_floats * sizeof(float)));
   w->row_tiles = b.row_tiles;
   w->tile_rows = b.tile_rows;
   w->num_heads_kv = b.num_heads_kv;
   w->head_dim = b.head_dim;
+  w->extra_norms = b.extra_norms;
   return size;
 }
 

@@ -204,14 +204,29 @@ struct QueryFragments {
   }
 };
 
+// Keys 8n to 8n + 7 of a k step as the B operand: its word `half`. Of a 16-bit cache, r[2 * n + half] are these keys of
+// two neighbouring segments; of an fp8 cache, r[2 * n + h] are those of one segment, which is one k step.
+template <class T>
+__device__ __forceinline__ uint32_t key_word(const uint32_t (&r)[4], int n, int h, int half) {
+  if constexpr (T::kFp8) {
+    return widen_fp8<typename T::Element>(half ? r[2 * n + h] >> 16 : r[2 * n + h] & 0xffff);
+  } else {
+    return r[2 * n + half];
+  }
+}
+
+// Byte offset of what a lane hands to load_matrices of a K tile: r[2 * n + h] are keys 8n to 8n + 7 of segment + h.
+template <class T>
+__device__ __forceinline__ int key_lane_offset() {
+  const int lane = threadIdx.x & 31;
+  return swizzled<T::kSegments>((lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1);
+}
+
 // Raw products q.k of all rows with the keys of kKeyTiles tiles, `tile_distance` bytes apart.
 template <class T>
 __device__ __forceinline__ void multiply_keys(float (&scores)[T::kKeyTiles][T::kRowTiles][2][4],
                                               const QueryFragments<T>& query, const char* k_tile, int tile_distance) {
-  using Element = typename T::Element;
-  const int lane = threadIdx.x & 31;
-  const int row = (lane & 7) + (lane >> 4) * 8;
-  const int lane_offset = swizzled<T::kSegments>(row, (lane >> 3) & 1);
+  const int lane_offset = key_lane_offset<T>();
 #pragma unroll
   for (int t = 0; t < T::kKeyTiles; ++t) {
 #pragma unroll
@@ -222,7 +237,6 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[T::kKeyTiles][T::k
   }
 #pragma unroll
   for (int segment = 0; segment < T::kSegments; segment += 2) {
-    // r[t][2 * n + h]: keys 8n to 8n + 7 of segment + h
     uint32_t r[T::kKeyTiles][4];
 #pragma unroll
     for (int t = 0; t < T::kKeyTiles; ++t) {
@@ -235,19 +249,33 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[T::kKeyTiles][T::k
 #pragma unroll
       for (int t = 0; t < T::kKeyTiles; ++t) {
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          if constexpr (T::kFp8) {
-            keys[t][n][0] = widen_fp8<Element>(r[t][2 * n + h] & 0xffff);
-            keys[t][n][1] = widen_fp8<Element>(r[t][2 * n + h] >> 16);
-          } else {
-            keys[t][n][0] = r[t][2 * n];
-            keys[t][n][1] = r[t][2 * n + 1];
-          }
-        }
+        for (int i = 0; i < 4; ++i) keys[t][i / 2][i % 2] = key_word<T>(r[t], i / 2, h, i % 2);
       }
       query.multiply(scores, keys, T::kFp8 ? segment + h : segment / 2);
     }
   }
+}
+
+// Raw products of a tile's 16 keys with 8 columns, in two chains: keys are the rows of the accumulators. What
+// multiplies keys as the B operand is, in another order, an A operand too. columns(k_step) are the columns' two words.
+template <class T, int kUnroll, class Columns>
+__device__ __forceinline__ void multiply_columns(float (&products)[4], const Columns& columns, const char* k_tile) {
+  const int lane_offset = key_lane_offset<T>();
+  float chains[2][4] = {};
+#pragma unroll kUnroll
+  for (int i = 0; i < T::kHeadDim / 32; ++i) {
+    uint32_t r[4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (!T::kFp8 || h == 0) load_matrices(r, k_tile + stepped(lane_offset, T::kFp8 ? 2 * i : 4 * i + 2 * h));
+      const uint32_t a[4] = {key_word<T>(r, 0, h, 0), key_word<T>(r, 1, h, 0), key_word<T>(r, 0, h, 1),
+                             key_word<T>(r, 1, h, 1)};
+      const uint2 b = columns(2 * i + h);
+      mma<typename T::Element>(chains[h], a, b.x, b.y);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) products[i] = chains[0][i] + chains[1][i];
 }
 
 // output += weights * V; weights[m] is the A operand over the tile's 16 keys.

@@ -117,6 +117,7 @@ struct ListedKeys {
 
 struct NoDump {
   __device__ __forceinline__ bool wants(int) const { return false; }
+  __device__ __forceinline__ void see_keys(const char*, int, uint32_t, const Scoring&) const {}
   template <class Logits>
   __device__ __forceinline__ void operator()(const Logits&, float, const RowInfo*, int, uint32_t) const {}
 };
@@ -173,7 +174,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int row = threadIdx.x; row < T::kRows; row += kThreads) shared.rows()[row] = {INT_MIN, INT_MAX, -1};
   };
   SoftmaxState<T> state;
-  attend(shared, keys, p.cache, scoring, NoDump{}, prepare, num_rows, begin, ceil_div(end - begin, kTileKeys), stages,
+  NoDump dump;
+  attend(shared, keys, p.cache, scoring, dump, prepare, num_rows, begin, ceil_div(end - begin, kTileKeys), stages,
          state);
 
   merge_warps(shared, state, num_rows, [&](int row, const RowNorm& norm, const auto& value) {

@@ -26,23 +26,20 @@ __global__ void __launch_bounds__(kPlanThreads)
   make_plan(work, p.batch, rule, w);
 }
 
-// logits[b, key] = sum of the parts of KV heads and their warps' rows, in their order.
-__device__ void reduce_dump(const VegasVerifyParams& p, const PlanWorkspace& w, int warp_rows, int token_tiles, int b,
-                            int part, int parts) {
+// logits[b, key] = sum of the parts of KV heads, in their order.
+__device__ void reduce_dump(const VegasVerifyParams& p, const PlanWorkspace& w, int b, int part, int parts) {
   const VerifyRequest request(p, b);
-  const int tiles = p.dump == VEGAS_DUMP_TOKEN ? request.token_tiles(p, warp_rows) : 1;
   float* logits = static_cast<float*>(p.logits) + b * p.logits_stride[0];
-  const float* sums = w.dump + int64_t{b} * p.cache.num_heads_kv * token_tiles * p.max_seqlen_k;
+  const float* sums = w.dump + int64_t{b} * p.cache.num_heads_kv * p.max_seqlen_k;
   for (int64_t key = int64_t{part} * kReduceThreads + threadIdx.x; key < request.dump_len;
        key += int64_t{parts} * kReduceThreads) {
     float total = 0.0f;
     bool masked = false;
+#pragma unroll 8
     for (int head = 0; head < p.cache.num_heads_kv; ++head) {
-      for (int tile = 0; tile < tiles; ++tile) {
-        const float value = sums[(int64_t{head} * token_tiles + tile) * p.max_seqlen_k + key];
-        masked = masked || value == -INFINITY;
-        total += value;
-      }
+      const float value = sums[int64_t{head} * p.max_seqlen_k + key];
+      masked = masked || value == -INFINITY;
+      total += value;
     }
     // Weights may overflow where the hint is far from the row's own normaliser; NaN stays.
     if (p.dump == VEGAS_DUMP_TOKEN_WEIGHT && total > FLT_MAX) total = FLT_MAX;
@@ -54,14 +51,13 @@ __device__ void reduce_dump(const VegasVerifyParams& p, const PlanWorkspace& w, 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     verify_finish_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ PlanWorkspace w,
-                         int tile_rows, int warp_rows, int token_tiles, int64_t merge_ctas, int reduce_parts) {
+                         int tile_rows, int64_t merge_ctas, int reduce_parts) {
   if (blockIdx.x >= merge_ctas) {
     const int64_t i = blockIdx.x - merge_ctas;
-    reduce_dump(p, w, warp_rows, token_tiles, static_cast<int>(i / reduce_parts), static_cast<int>(i % reduce_parts),
-                reduce_parts);
+    reduce_dump(p, w, static_cast<int>(i / reduce_parts), static_cast<int>(i % reduce_parts), reduce_parts);
     return;
   }
-  const int row_groups = ceil_div(w.tile_rows, kWarps);
+  const int row_groups = ceil_div(w.tile_rows + w.extra_norms, kWarps);
   int64_t i = blockIdx.x;
   const int row = static_cast<int>(i % row_groups) * kWarps + threadIdx.x / 32;
   i /= row_groups;
@@ -72,37 +68,45 @@ __global__ void __launch_bounds__(kThreads)
   const PlannedRequest plan = w.requests[b];
   if (plan.chunks <= 1) return;
   const VerifyRequest request(p, b);
+  const int row_tiles = request.row_tiles(p, tile_rows);
+  if (row >= w.tile_rows) {
+    const int guide = row - w.tile_rows;
+    if (row_tile > 0 || guide >= request.num_guides || p.dump == VEGAS_DUMP_TOKEN) return;
+    const float2* first = w.extra_norm_of(plan, row_tiles, 0, kv_head, guide);
+    const int64_t stride = w.extra_norm_of(plan, row_tiles, 1, kv_head, guide) - first;
+    const RowNorm norm = merge_norms(first, stride, plan.chunks, [](int, float) {});
+    if (threadIdx.x % 32 == 0) write_guide_lse(p, request, b, kv_head, guide, norm.lse());
+    return;
+  }
   const int packed_row = row_tile * tile_rows + row;
-  if (row >= tile_rows || packed_row >= request.packed_rows(p)) return;
-  merge_chunks(w, plan, request.row_tiles(p, tile_rows), row_tile, kv_head, row,
-               row_output<Element>(p, request, b, kv_head, packed_row));
+  if (packed_row >= request.packed_rows(p)) return;
+  merge_chunks(w, plan, row_tiles, row_tile, kv_head, row, row_output<Element>(p, request, b, kv_head, packed_row));
 }
 
 PlanBounds plan_bounds(RowMapping mapping, int rows, int batch, int64_t max_seqlen_k, int num_heads_kv, int head_dim,
-                       int64_t dump_floats) {
+                       bool summed, bool guided) {
   const int tile_rows = mapping.tile_rows();
-  return {
-      batch,      ceil_div(rows, tile_rows), rows < tile_rows ? rows : tile_rows, num_heads_kv, head_dim, max_seqlen_k,
-      dump_floats};
+  const int64_t dump_floats = summed ? int64_t{batch} * num_heads_kv * max_seqlen_k : 0;
+  return {batch,
+          ceil_div(rows, tile_rows),
+          rows < tile_rows ? rows : tile_rows,
+          num_heads_kv,
+          head_dim,
+          max_seqlen_k,
+          dump_floats,
+          guided ? 2 : 0};
 }
 
 constexpr int kMostRows = 1 << 30;  // packed rows of a request
 
-int token_tiles_of(RowMapping mapping, int max_q_len, int group) {
-  return ceil_div((max_q_len < 2 ? max_q_len : 2) * group, mapping.warp_rows());
-}
-
 // A call within the bounds may have fewer rows, and so any mapping; none has more tiles, nor more rows in one.
 size_t workspace_for_rows(const VegasBounds& b) {
-  const int group = b.num_heads_q / b.num_heads_kv;
-  const int64_t all_rows = int64_t{b.max_q_len} * group + 2;
+  const int64_t all_rows = int64_t{b.max_q_len} * (b.num_heads_q / b.num_heads_kv);
   const int rows = all_rows < kMostRows ? static_cast<int>(all_rows) : kMostRows;
   const RowMapping most =
       b.head_dim > 128 ? RowMapping{1, false, kWarps} : RowMapping{1, true, max_row_warps(b.head_dim)};
-  const int64_t dump_floats =
-      int64_t{b.max_batch} * b.num_heads_kv * token_tiles_of(most, b.max_q_len, group) * b.max_seqlen_k;
   return workspace_for_all_rules(
-      plan_bounds(most, rows, b.max_batch, b.max_seqlen_k, b.num_heads_kv, b.head_dim, dump_floats));
+      plan_bounds(most, rows, b.max_batch, b.max_seqlen_k, b.num_heads_kv, b.head_dim, true, true));
 }
 
 }  // namespace
@@ -120,18 +124,15 @@ int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
   const int group = p.num_heads_q / p.cache.num_heads_kv;
   const bool guided = p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD;
   const bool summed = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT;
-  const int guides = guided ? 2 : 0;
-  const int64_t all_rows = int64_t{p.max_seqlen_q} * group + guides;
+  const int64_t all_rows = int64_t{p.max_seqlen_q} * group;
   VEGAS_CHECK(all_rows <= kMostRows, "`max_seqlen_q` must mean at most %d rows of a KV head, got %d", kMostRows,
               p.max_seqlen_q);
   const int rows = static_cast<int>(all_rows);
   const RowMapping mapping =
       p.batch_invariant ? invariant_row_mapping(rows, p.cache.head_dim) : row_mapping_for(rows, p.cache.head_dim);
   const int tile_rows = mapping.tile_rows();
-  const int token_tiles = p.dump == VEGAS_DUMP_TOKEN ? token_tiles_of(mapping, p.max_seqlen_q, group) : 1;
-  const int64_t dump_floats = summed ? int64_t{p.batch} * p.cache.num_heads_kv * token_tiles * p.max_seqlen_k : 0;
   const PlanBounds bounds =
-      plan_bounds(mapping, rows, p.batch, p.max_seqlen_k, p.cache.num_heads_kv, p.cache.head_dim, dump_floats);
+      plan_bounds(mapping, rows, p.batch, p.max_seqlen_k, p.cache.num_heads_kv, p.cache.head_dim, summed, guided);
   const SplitRule rule = split_rule(p.num_splits, p.batch_invariant);
   PlanWorkspace w;
   const size_t needed = lay_out(bounds, rule, static_cast<char*>(p.workspace), &w);
@@ -139,7 +140,7 @@ int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
               p.workspace ? p.workspace_bytes : size_t{0});
 
   const bool split = bounds.split_units(rule) > 0;
-  const int row_groups = ceil_div(bounds.tile_rows, kWarps);
+  const int row_groups = ceil_div(bounds.tile_rows + bounds.extra_norms, kWarps);
   const int64_t merge_ctas =
       split ? int64_t{p.batch} * bounds.row_tiles * p.cache.num_heads_kv * row_groups : int64_t{0};
   int reduce_parts = 0;
@@ -160,13 +161,12 @@ int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
   cudaError_t error = cudaGetLastError();
   const bool fp16 = p.q_dtype == VEGAS_FLOAT16;
   if (error == cudaSuccess) {
-    error = fp16 ? launch_verify<__half>(p, w, mapping, units, token_tiles, stream)
-                 : launch_verify<__nv_bfloat16>(p, w, mapping, units, token_tiles, stream);
+    error = fp16 ? launch_verify<__half>(p, w, mapping, units, stream)
+                 : launch_verify<__nv_bfloat16>(p, w, mapping, units, stream);
   }
   if (error == cudaSuccess && finish_ctas > 0) {
     const auto kernel = fp16 ? verify_finish_kernel<__half> : verify_finish_kernel<__nv_bfloat16>;
-    kernel<<<static_cast<unsigned>(finish_ctas), kThreads, 0, stream>>>(p, w, tile_rows, mapping.warp_rows(),
-                                                                        token_tiles, merge_ctas, reduce_parts);
+    kernel<<<static_cast<unsigned>(finish_ctas), kThreads, 0, stream>>>(p, w, tile_rows, merge_ctas, reduce_parts);
     error = cudaGetLastError();
   }
   if (error != cudaSuccess) {

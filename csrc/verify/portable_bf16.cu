@@ -2,5 +2,5 @@
 
 namespace vegas_ops::portable {
 template cudaError_t launch_verify<__nv_bfloat16>(const VegasVerifyParams&, const PlanWorkspace&, RowMapping, int64_t,
-                                                  int, cudaStream_t);
+                                                  cudaStream_t);
 }

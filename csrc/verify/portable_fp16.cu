@@ -1,6 +1,6 @@
 #include "verify/portable_instances.cuh"
 
 namespace vegas_ops::portable {
-template cudaError_t launch_verify<__half>(const VegasVerifyParams&, const PlanWorkspace&, RowMapping, int64_t, int,
+template cudaError_t launch_verify<__half>(const VegasVerifyParams&, const PlanWorkspace&, RowMapping, int64_t,
                                            cudaStream_t);
 }

@@ -42,6 +42,6 @@ inline RowMapping invariant_row_mapping(int rows, int head_dim) {
 
 template <class Element>
 cudaError_t launch_verify(const VegasVerifyParams& p, const PlanWorkspace& w, RowMapping mapping, int64_t units,
-                          int token_tiles, cudaStream_t stream);
+                          cudaStream_t stream);
 
 }  // namespace vegas_ops::portable

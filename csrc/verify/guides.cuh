@@ -1,0 +1,167 @@
+// Guide rows: what verification multiplies with every key beside its packed rows, and how those logits are dumped. They
+// are the columns of a product of their own, whose rows are keys.
+#pragma once
+
+#include "verify/request.cuh"
+
+namespace vegas_ops::portable {
+
+constexpr int kGuideColumns = 4;  // that differ; the other columns of a product repeat them
+
+__device__ __forceinline__ bool query_aligned(const VegasVerifyParams& p) {
+  return ((reinterpret_cast<uintptr_t>(p.q) | (p.q_stride_row * 2) | (p.q_stride_head * 2)) & 15) == 0;
+}
+
+template <class Element>
+__device__ __forceinline__ const Element* guide_heads(const VegasVerifyParams& p, const VerifyRequest& request,
+                                                      int kv_head, int guide) {
+  const int group = p.num_heads_q / p.cache.num_heads_kv;
+  return static_cast<const Element*>(p.q) + (request.q_begin + int64_t{request.guide_query(guide)}) * p.q_stride_row +
+         int64_t{kv_head} * group * p.q_stride_head;
+}
+
+// Dimensions [8 * segment, 8 * segment + 8) of a column. Columns take turns in being the two guide rows, so that each
+// lane finds both in its accumulators; one guide row stands for two equal ones. A token dump sums logits over heads and
+// rows in fp32: its four columns are the sum of all those rows, split into terms of the query's type.
+template <class Element>
+__device__ inline uint4 guide_column(const VegasVerifyParams& p, const VerifyRequest& request, int kv_head, int column,
+                                     int segment) {
+  if (segment * 8 >= p.cache.head_dim) return make_uint4(0, 0, 0, 0);
+  const int group = p.num_heads_q / p.cache.num_heads_kv;
+  const bool aligned = query_aligned(p);
+  const bool token = p.dump == VEGAS_DUMP_TOKEN;
+  const int first = token ? 0 : min(column % 2, request.num_guides - 1);
+  const int end = token ? request.num_guides : first + 1;
+  float sum[8] = {};
+  for (int guide = first; guide < end; ++guide) {
+    const Element* heads = guide_heads<Element>(p, request, kv_head, guide) + segment * 8;
+#pragma unroll 4
+    for (int h = 0; h < group; ++h) {
+      const uint4 values = load_query(heads + h * p.q_stride_head, aligned);
+      const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack<Element>(words[i]);
+        sum[2 * i] += pair.x;
+        sum[2 * i + 1] += pair.y;
+      }
+    }
+  }
+  uint32_t words[4];
+  if (!token) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = pack<Element>(sum[2 * i] / group, sum[2 * i + 1] / group);
+  }
+  for (int term = 0; token && term <= column; ++term) {
+    // A sum that exceeds fp16 goes on in the next term; infinities and NaN stay.
+    constexpr float kLargest = std::is_same_v<Element, __half> ? 65504.0f : INFINITY;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float part[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float value = sum[2 * i + e];
+        part[e] = fabsf(value) < INFINITY ? fmaxf(-kLargest, fminf(value, kLargest)) : value;
+      }
+      words[i] = pack<Element>(part[0], part[1]);
+      const float2 rounded = unpack<Element>(words[i]);
+      sum[2 * i] -= rounded.x;
+      sum[2 * i + 1] -= rounded.y;
+    }
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Where the guide rows' logits go, and what masks them.
+struct GuideDump {
+  VegasDump kind;
+  int num_guides;  // 0: nothing to do
+  int length;      // keys at or beyond are not written
+  int first[2];    // keys that guide row g sees
+  int last[2];
+  float hint[2];  // log2 units
+  float* sums;    // token, token_weight: this KV head's part
+  void* logits;   // kv_head: planes of both guide rows, in elements; -1: none
+  int64_t plane[2];
+  bool bf16;
+
+  __device__ __forceinline__ bool sees(int g, int key) const { return key >= first[g] && key <= last[g]; }
+
+  // Logits are -inf where a guide row does not see the key; of a token dump they are the one sum, twice.
+  __device__ __forceinline__ void write(int key, float first_logit, float second_logit) const {
+    if (key >= length) return;
+    if (kind == VEGAS_DUMP_KV_HEAD) {
+      store_logit(logits, bf16, plane[0] + key, first_logit);
+      if (plane[1] >= 0) store_logit(logits, bf16, plane[1] + key, second_logit);
+      return;
+    }
+    float sum = first_logit;
+    if (kind == VEGAS_DUMP_TOKEN_WEIGHT) {
+      sum = exp2_approx(fmaf(first_logit, kLog2e, -hint[0]));
+      if (num_guides == 2) sum += exp2_approx(fmaf(second_logit, kLog2e, -hint[1]));
+    }
+    const bool masked = first_logit == -INFINITY || second_logit == -INFINITY;
+    sums[key] = masked ? -INFINITY : sum;
+  }
+};
+
+__device__ inline void describe_guides(GuideDump& dump, const VegasVerifyParams& p, const VerifyRequest& request, int b,
+                                       int kv_head, float* sums) {
+  dump.kind = p.dump;
+  dump.num_guides = request.num_guides;
+  dump.length = request.dump_len;
+  dump.sums = sums;
+  dump.logits = p.logits;
+  dump.bf16 = p.logits_dtype == VEGAS_BFLOAT16;
+  if (request.num_guides == 0) return;
+  const bool one_row_twice = request.q_len == 1 && request.bits == 3;
+#pragma unroll
+  for (int g = 0; g < 2; ++g) {
+    const int of = min(g, request.num_guides - 1);
+    const int plane = request.guide_plane(of);
+    request.visible(p, request.guide_query(of), dump.first[g], dump.last[g]);
+    if (p.dump == VEGAS_DUMP_TOKEN_WEIGHT) {
+      // A row that is both first and last counts once, with the last row's hint where that was asked for.
+      const int from = request.q_len == 1 ? request.bits >> 1 : plane;
+      dump.hint[g] = p.guide_lse_hint[(int64_t{b} * 2 + from) * p.cache.num_heads_kv + kv_head] * kLog2e;
+    } else if (p.dump == VEGAS_DUMP_KV_HEAD) {
+      const bool written = g < request.num_guides || one_row_twice;
+      const int64_t head = b * p.logits_stride[0] + kv_head * p.logits_stride[2];
+      dump.plane[g] = written ? head + (g < request.num_guides ? plane : 1) * p.logits_stride[1] : -1;
+    }
+  }
+}
+
+// Adds logits to a lane's running norm of a guide row.
+template <int kKeys>
+__device__ __forceinline__ void add_logits(RowNorm& running, const float (&logits)[kKeys]) {
+  RowNorm norm = running;
+  float now = norm.maximum;
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) now = fmaxf(now, logits[i] * kLog2e);
+  const float base = now == -INFINITY ? 0.0f : now;
+  norm.sum *= exp2_approx(norm.maximum - base);
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) norm.sum += exp2_approx(fmaf(logits[i], kLog2e, -base));
+  running = {now, norm.sum};
+}
+
+// Adds up the norms of lanes `step` apart; addition commutes, so both get the same.
+__device__ __forceinline__ void merge_lanes(RowNorm& norm, int step) {
+  const RowNorm mine = norm;
+  const RowNorm other = {__shfl_xor_sync(0xffffffffu, mine.maximum, step),
+                         __shfl_xor_sync(0xffffffffu, mine.sum, step)};
+  norm.maximum = fmaxf(mine.maximum, other.maximum);
+  norm.sum = mine.sum * mine.weight_in(norm) + other.sum * other.weight_in(norm);
+}
+
+__device__ inline void write_guide_lse(const VegasVerifyParams& p, const VerifyRequest& request, int b, int kv_head,
+                                       int guide, float lse) {
+  float* planes = p.guide_lse + int64_t{b} * 2 * p.cache.num_heads_kv + kv_head;
+  const int plane = request.guide_plane(guide);
+  planes[plane * p.cache.num_heads_kv] = lse;
+  // A plane that was not dumped repeats the other.
+  if (request.num_guides == 1) planes[(1 - plane) * p.cache.num_heads_kv] = lse;
+}
+
+}  // namespace vegas_ops::portable
