@@ -21,20 +21,35 @@ if(VEGAS_HAVE_CUDA AND NOT EXISTS "${VEGAS_CUTLASS_DIR}/cutlass/cutlass.h")
                       "or set VEGAS_CUTLASS_DIR to a folder that holds cutlass/ and cute/, or VEGAS_CUDA=OFF")
 endif()
 
-# Adds .cu files to a library, compiled for every architecture of VEGAS_CUDA_ARCHITECTURES.
-function(vegas_add_cuda_kernels library)
-  list(TRANSFORM VEGAS_CUDA_ARCHITECTURES APPEND "-real" OUTPUT_VARIABLE real)
-  add_library(${library}_portable OBJECT ${ARGN})
-  target_include_directories(${library}_portable PRIVATE csrc csrc/include)
-  target_include_directories(${library}_portable SYSTEM PRIVATE "${VEGAS_CUTLASS_DIR}")
-  target_compile_definitions(${library}_portable PRIVATE VEGAS_WITH_CUDA)
+# Adds .cu files to a library as the object library `objects`, compiled for the architectures after ARCHITECTURES.
+function(vegas_add_cuda_objects library objects)
+  cmake_parse_arguments(PARSE_ARGV 2 given "" "" "ARCHITECTURES;SOURCES")
+  list(TRANSFORM given_ARCHITECTURES APPEND "-real")
+  add_library(${objects} OBJECT ${given_SOURCES})
+  target_include_directories(${objects} PRIVATE csrc csrc/include)
+  target_include_directories(${objects} SYSTEM PRIVATE "${VEGAS_CUTLASS_DIR}")
+  target_compile_definitions(${objects} PRIVATE VEGAS_WITH_CUDA)
   # Kernels compress to a quarter; any driver for CUDA 13 unpacks them.
-  target_compile_options(${library}_portable PRIVATE --expt-relaxed-constexpr
+  target_compile_options(${objects} PRIVATE --expt-relaxed-constexpr
     $<$<VERSION_GREATER_EQUAL:${CMAKE_CUDA_COMPILER_VERSION},13.0>:--compress-mode=size>)
-  set_target_properties(${library}_portable PROPERTIES CUDA_ARCHITECTURES "${real}")
+  set_target_properties(${objects} PROPERTIES CUDA_ARCHITECTURES "${given_ARCHITECTURES}")
+  target_link_libraries(${library} PRIVATE ${objects})
+endfunction()
+
+# Adds the portable kernels, for every architecture of VEGAS_CUDA_ARCHITECTURES, and where 90 is one of them the
+# Hopper kernels, whose instructions exist in 90a only.
+function(vegas_add_cuda_kernels library)
+  cmake_parse_arguments(PARSE_ARGV 1 given "" "" "PORTABLE;HOPPER;HOST")
+  vegas_add_cuda_objects(${library} ${library}_portable
+    ARCHITECTURES ${VEGAS_CUDA_ARCHITECTURES} SOURCES ${given_PORTABLE})
+  target_sources(${library} PRIVATE ${given_HOST})
+  if("90" IN_LIST VEGAS_CUDA_ARCHITECTURES)
+    vegas_add_cuda_objects(${library} ${library}_hopper ARCHITECTURES 90a SOURCES ${given_HOPPER})
+    target_compile_definitions(${library}_hopper PRIVATE VEGAS_WITH_HOPPER)
+    target_compile_definitions(${library} PRIVATE VEGAS_WITH_HOPPER)
+  endif()
   list(JOIN VEGAS_CUDA_ARCHITECTURES " " listed)
   target_compile_definitions(${library} PRIVATE VEGAS_WITH_CUDA "VEGAS_CUDA_ARCHITECTURES=\"${listed}\"")
-  target_link_libraries(${library} PRIVATE ${library}_portable)
   set_target_properties(${library} PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static
     CUDA_ARCHITECTURES 80-real)
 endfunction()

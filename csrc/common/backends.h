@@ -18,6 +18,8 @@ struct CpuKernels {
 const CpuKernels& cpu_kernels();
 
 #ifdef VEGAS_WITH_CUDA
+int verify_cuda(const VegasVerifyParams&, void* stream);
+size_t verify_cuda_workspace(const VegasBounds&);
 int verify_portable(const VegasVerifyParams&, void* stream);
 int select_portable(const VegasSelectParams&, void* stream);
 int aggregate_portable(const VegasSelectParams&, void* stream);
@@ -25,6 +27,14 @@ int sparse_portable(const VegasSparseParams&, void* stream);
 size_t verify_portable_workspace(const VegasBounds&);
 size_t select_portable_workspace(const VegasBounds&);
 size_t sparse_portable_workspace(const VegasBounds&);
+#endif
+
+#ifdef VEGAS_WITH_HOPPER
+// The current device is of compute capability 9.0, and VEGAS_OPS_KERNELS=portable is not set.
+bool on_hopper();
+bool verify_hopper_takes(const VegasVerifyParams&);
+int verify_hopper(const VegasVerifyParams&, void* stream);
+size_t verify_hopper_workspace(const VegasBounds&);
 #endif
 
 }  // namespace vegas_ops

@@ -58,8 +58,12 @@ const char* vegas_cuda_architectures(void) {
 #endif
 }
 
-const char* vegas_kernel_name(VegasOp, VegasDevice device) {
+const char* vegas_kernel_name(VegasOp op, VegasDevice device) {
   if (device == VEGAS_CPU) return vegas_cpu_isa();
+#ifdef VEGAS_WITH_HOPPER
+  if (op == VEGAS_OP_VERIFY && vegas_ops::on_hopper()) return "hopper";
+#endif
+  (void)op;
 #ifdef VEGAS_WITH_CUDA
   return "portable";
 #else
@@ -72,7 +76,7 @@ size_t vegas_workspace_bytes(VegasOp op, const VegasBounds* bounds, VegasDevice 
   if (device == VEGAS_CUDA) {
     switch (op) {
       case VEGAS_OP_VERIFY:
-        return vegas_ops::verify_portable_workspace(*bounds);
+        return vegas_ops::verify_cuda_workspace(*bounds);
       case VEGAS_OP_SELECT:
         return vegas_ops::select_portable_workspace(*bounds);
       case VEGAS_OP_SPARSE:

@@ -178,9 +178,9 @@ struct RequestWork {
   int row_tiles;
 };
 
-// Exclusive scan over the CTA; `total` receives the sum. Two counts may share the 64 bits.
-__device__ inline uint64_t block_scan(uint64_t value, uint64_t* total) {
-  __shared__ uint64_t warp_sums[kPlanThreads / 32];
+// Exclusive scan over the CTA; `total` receives the sum. Two counts may share the 64 bits. `warp_sums` is shared
+// memory, one value per warp.
+__device__ inline uint64_t block_scan(uint64_t value, uint64_t* total, uint64_t* warp_sums) {
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   uint64_t inclusive = value;
@@ -205,6 +205,7 @@ __device__ inline uint64_t block_scan(uint64_t value, uint64_t* total) {
 // Body of the plan kernel; work(b) is the RequestWork of request b.
 template <class Work>
 __device__ inline void make_plan(const Work& work, int batch, SplitRule rule, const PlanWorkspace& w) {
+  __shared__ uint64_t warp_sums[kPlanThreads / 32];
   int64_t balanced = 0;
   if (rule.mode == SplitMode::kBalanced) {
     uint64_t mine = 0;
@@ -213,7 +214,7 @@ __device__ inline void make_plan(const Work& work, int batch, SplitRule rule, co
       const RequestWork r = work(b);
       mine += static_cast<uint64_t>(r.keys) * r.row_tiles * w.num_heads_kv;
     }
-    block_scan(mine, &total);
+    block_scan(mine, &total, warp_sums);
     balanced = balanced_chunk(static_cast<int64_t>(total));
   }
   uint64_t before = 0;  // units << 32 | slots
@@ -231,7 +232,7 @@ __device__ inline void make_plan(const Work& work, int batch, SplitRule rule, co
     }
     const uint64_t units = static_cast<uint64_t>(planned.chunks) * row_tiles;
     uint64_t total;
-    const uint64_t at = before + block_scan(units << 32 | (planned.chunks > 1 ? units : 0), &total);
+    const uint64_t at = before + block_scan(units << 32 | (planned.chunks > 1 ? units : 0), &total, warp_sums);
     before += total;
     if (b >= batch) continue;
     planned.unit_begin = static_cast<int>(at >> 32);

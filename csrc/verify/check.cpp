@@ -65,5 +65,5 @@ int vegas_flash_attn_with_logit_dump(const VegasVerifyParams* params, VegasDevic
   if (int status = vegas_ops::check_call(params, device)) return status;
   if (int status = vegas_ops::check(*params, device)) return status;
   return vegas_ops::dispatch(*params, device, stream, vegas_ops::cpu_kernels().verify,
-                             VEGAS_CUDA_KERNEL(verify_portable));
+                             VEGAS_CUDA_KERNEL(verify_cuda));
 }

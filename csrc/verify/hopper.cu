@@ -1,0 +1,208 @@
+// flash_attn_with_logit_dump on Hopper: attention by a persistent grid, then a dependent launch that merges what was
+// split among CTAs and adds up the KV heads' parts of a summed dump.
+#include <cuda.h>
+
+#include <numeric>
+
+#include "common/backends.h"
+#include "common/portable_launch.cuh"
+#include "common/status.h"
+#include "verify/hopper_boxes.h"
+#include "verify/hopper_finish.cuh"
+#include "verify/hopper_launch.h"
+
+namespace vegas_ops {
+namespace hopper {
+
+namespace {
+
+constexpr int kReduceCtas = 1024;  // about as many as add up dumps, over all requests
+constexpr int kMaxBatch = 4096;    // every CTA looks at all requests
+constexpr int kMaxForcedSplits = 16;
+
+// What sizes a workspace.
+struct Sizes {
+  int64_t batch;
+  int64_t rows;  // packed rows of a request
+  int64_t keys;
+  int num_heads_kv;
+  int head_dim;
+  bool summed;
+
+  int64_t row_tiles(int row_groups) const { return ceil_div64(rows, 64 * row_groups); }
+};
+
+// All KV heads together, unless there are so many that few teams would be left.
+int team_size(int num_heads_kv, int grid) { return num_heads_kv <= grid / 4 ? num_heads_kv : 1; }
+
+size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int grid, char* base, Workspace* w) {
+  size_t size = 0;
+  auto take = [&](int64_t bytes) {
+    char* at = base ? base + size : nullptr;
+    size += (static_cast<size_t>(bytes) + 255) / 256 * 256;
+    return at;
+  };
+  const int64_t pairs = b.batch * b.num_heads_kv * b.row_tiles(row_groups);
+  const int padded = portable::padded_head_dim(b.head_dim);
+  w->tile_keys = tile_keys(row_groups, padded);
+  const int64_t tiles = b.keys < 1 ? 1 : ceil_div64(b.keys, w->tile_keys);
+  int64_t slots = 2 * int64_t{grid};
+  if (rule.mode == SplitMode::kInvariant) slots = pairs * ceil_div64(tiles * w->tile_keys, kInvariantKeys);
+  if (rule.mode == SplitMode::kForced) slots = pairs * (tiles < rule.num_splits ? tiles : rule.num_splits);
+  w->rule = rule;
+  w->team = team_size(b.num_heads_kv, grid);
+  w->group_rows = 64 * row_groups;
+  w->tile_rows = static_cast<int>(b.rows < w->group_rows ? b.rows : w->group_rows);
+  w->norm_rows = w->tile_rows + 2;
+  w->dump_stride = ceil_div64(b.keys, 4) * 4;
+  w->unit_begin = reinterpret_cast<int*>(take(b.batch * sizeof(int)));
+  w->share = reinterpret_cast<int*>(take(sizeof(int)));
+  w->partial_norm = reinterpret_cast<float2*>(take(slots * w->norm_rows * sizeof(float2)));
+  w->partial_output = reinterpret_cast<float*>(take(slots * w->tile_rows * padded * sizeof(float)));
+  w->dump = reinterpret_cast<float*>(take(b.summed ? b.batch * b.num_heads_kv * w->dump_stride * sizeof(float) : 0));
+  return size;
+}
+
+SplitRule rule_of(int num_splits, int batch_invariant) {
+  if (num_splits > 0) return {SplitMode::kForced, num_splits < kMaxForcedSplits ? num_splits : kMaxForcedSplits};
+  return {batch_invariant ? SplitMode::kInvariant : SplitMode::kBalanced, 0};
+}
+
+// The copy engine's view of K or V in boxes of `box` tokens; false where it cannot have one.
+bool describe(const VegasCacheView& view, const VegasPagedCache& cache, VegasDtype dtype, int box,
+              cute::TmaDescriptor* descriptor) {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)
+               : nullptr;
+  }();
+  constexpr int kElementBytes = 2;
+  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(cache.head_dim), static_cast<cuuint64_t>(cache.num_heads_kv),
+                               static_cast<cuuint64_t>(cache.page_size), static_cast<cuuint64_t>(cache.num_pages)};
+  const int64_t steps[3] = {view.stride_head, view.stride_token, view.stride_page};
+  cuuint64_t strides[3];
+  for (int i = 0; i < 3; ++i) {
+    if (steps[i] < 0) return false;
+    strides[i] = static_cast<cuuint64_t>(steps[i]) * kElementBytes;
+  }
+  const cuuint32_t box_sizes[4] = {64, 1, static_cast<cuuint32_t>(box), 1};
+  const cuuint32_t dense[4] = {1, 1, 1, 1};
+  return encode &&
+         encode(descriptor, dtype == VEGAS_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                4, const_cast<void*>(view.data), sizes, strides, box_sizes, dense, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+CacheBoxes boxes_of(const VegasPagedCache& cache, int tile_keys) {
+  CacheBoxes boxes = {};
+  boxes.page_size = cutlass::FastDivmod(cache.page_size);
+  const int box = std::gcd(cache.page_size, tile_keys);
+  // The swizzle repeats every 8 rows.
+  const bool described = box >= 8 && cache.num_pages > 0 && describe(cache.k, cache, cache.dtype, box, &boxes.k) &&
+                         describe(cache.v, cache, cache.dtype, box, &boxes.v);
+  boxes.box = described ? box : 0;
+  return boxes;
+}
+
+cudaError_t num_multiprocessors(int* count) {
+  int device;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error == cudaSuccess ? cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device) : error;
+}
+
+int grid_for(int row_groups, int head_dim, int num_sms) {
+  return ctas_per_sm(row_groups, portable::padded_head_dim(head_dim)) * num_sms;
+}
+
+}  // namespace
+}  // namespace hopper
+
+bool verify_hopper_takes(const VegasVerifyParams& p) {
+  using namespace hopper;
+  if (p.cache.dtype == VEGAS_FP8_E4M3 || p.cache.head_dim > 256 || p.cache.head_dim % 8 != 0) return false;
+  // Heads are summed after the cap, but multiplied as one.
+  if (p.dump == VEGAS_DUMP_TOKEN && p.softcap > 0.0f) return false;
+  // Every CTA looks at all requests, and counts units of work in 32 bits.
+  const int64_t tiles = ceil_div64(p.max_seqlen_k, 64) + 1;
+  const int64_t row_tiles = ceil_div64(int64_t{p.max_seqlen_q} * p.num_heads_q / p.cache.num_heads_kv, 64);
+  return p.batch <= kMaxBatch && p.batch * p.cache.num_heads_kv * row_tiles <= INT_MAX / tiles;
+}
+
+int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
+  using namespace hopper;
+  VegasVerifyParams p = params;
+  // No request has more rows than there are: a loose bound costs nothing.
+  if (p.max_seqlen_q > p.total_q) p.max_seqlen_q = p.total_q;
+  if (p.batch == 0 || p.max_seqlen_q == 0) return VEGAS_OK;
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
+  int num_sms;
+  cudaError_t error = num_multiprocessors(&num_sms);
+  const bool summed = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT;
+  const int64_t rows = int64_t{p.max_seqlen_q} * (p.num_heads_q / p.cache.num_heads_kv);
+  const Sizes sizes = {p.batch, rows, p.max_seqlen_k, p.cache.num_heads_kv, p.cache.head_dim, summed};
+  const SplitRule rule = rule_of(p.num_splits, p.batch_invariant);
+  const int row_groups = row_groups_for(rows, p.cache.head_dim);
+  int grid = grid_for(row_groups, p.cache.head_dim, num_sms);
+  Workspace w;
+  const size_t needed = lay_out(sizes, rule, row_groups, grid, static_cast<char*>(p.workspace), &w);
+  VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
+              p.workspace ? p.workspace_bytes : size_t{0});
+  grid = grid / w.team * w.team;
+
+  const int64_t row_tiles = sizes.row_tiles(row_groups);
+  const bool split = p.max_seqlen_k > w.tile_keys;
+  const int64_t merge_ctas =
+      split ? int64_t{p.batch} * row_tiles * p.cache.num_heads_kv * ceil_div(w.norm_rows, kFinishWarps) : 0;
+  int reduce_parts = 0;
+  if (summed && p.max_seqlen_k > 0) {
+    const int most = ceil_div(p.max_seqlen_k, 4 * kFinishThreads);
+    const int wanted = ceil_div(kReduceCtas, p.batch);
+    reduce_parts = most < wanted ? most : wanted;
+  }
+  const int64_t finish_ctas = merge_ctas + int64_t{p.batch} * reduce_parts;
+  VEGAS_CHECK(finish_ctas <= INT_MAX,
+              "`batch` and `max_seqlen_q` must need fewer than 2^31 CTAs, got batch %d and "
+              "max_seqlen_q %d",
+              p.batch, p.max_seqlen_q);
+  if (error == cudaSuccess) {
+    const LaunchShape shape = {
+        row_groups,  grid, static_cast<int>(row_tiles), static_cast<int>(merge_ctas), static_cast<int>(finish_ctas),
+        reduce_parts};
+    const CacheBoxes boxes = boxes_of(p.cache, w.tile_keys);
+    error = p.q_dtype == VEGAS_FLOAT16 ? launch_verify<__half>(p, w, boxes, shape, stream)
+                                       : launch_verify<__nv_bfloat16>(p, w, boxes, shape, stream);
+  }
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // returned here, so the next call must not find it
+    return fail(VEGAS_CUDA_ERROR, "flash_attn_with_logit_dump: launch failed: %s", cudaGetErrorString(error));
+  }
+  return VEGAS_OK;
+}
+
+size_t verify_hopper_workspace(const VegasBounds& b) {
+  using namespace hopper;
+  int num_sms;
+  if (b.max_batch <= 0 || b.max_q_len <= 0 || b.num_heads_kv <= 0 || b.head_dim > 256) return 0;
+  if (num_multiprocessors(&num_sms) != cudaSuccess) return 0;
+  const int64_t rows = int64_t{b.max_q_len} * (b.num_heads_q / b.num_heads_kv);
+  size_t most = 0;
+  // A call within the bounds may have fewer rows, and so fewer row groups.
+  for (int row_groups = 1; row_groups <= row_groups_for(rows, b.head_dim); ++row_groups) {
+    const bool own = row_groups == row_groups_for(rows, b.head_dim);
+    const Sizes sizes = {b.max_batch, own ? rows : 64 * row_groups, b.max_seqlen_k, b.num_heads_kv, b.head_dim, true};
+    for (SplitRule rule : {SplitRule{SplitMode::kBalanced, 0}, SplitRule{SplitMode::kInvariant, 0},
+                           SplitRule{SplitMode::kForced, kMaxForcedSplits}}) {
+      Workspace w;
+      const size_t bytes = lay_out(sizes, rule, row_groups, grid_for(row_groups, b.head_dim, num_sms), nullptr, &w);
+      most = bytes > most ? bytes : most;
+    }
+  }
+  return most;
+}
+
+}  // namespace vegas_ops

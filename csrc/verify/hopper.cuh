@@ -1,0 +1,435 @@
+// Verify attention for Hopper: wgmma over tiles of keys that two warps load (TMA boxes, or cp.async by the row).
+//
+// A CTA is persistent and takes one contiguous share of all units of work, so every SM reads the same number of bytes.
+// Its first warpgroup feeds a ring of K and a ring of V tiles (warps 0 and 1) and multiplies the guide rows (warps 2
+// and 3, mma.sync), off everyone's critical path. Each other warpgroup owns 64 packed rows: scores of the next tile are
+// multiplied while this tile's values are accumulated. docs/attention.md draws the schedule beside its roofline.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/cutlass.h>
+
+#include "verify/hopper_guides.cuh"
+#include "verify/hopper_load.cuh"
+
+namespace vegas_ops::hopper {
+
+using portable::exp2_approx;
+using portable::load_query;
+using portable::PackedRow;
+using portable::row_output;
+using portable::RowOutput;
+
+constexpr float kReferenceSlack = 8.0f;  // log2 units: weights stay below 2^8
+
+// Where a packed row's logits go.
+struct RowDump {
+  int64_t row;           // in elements; -1: nowhere
+  int64_t second_plane;  // distance of a second plane that gets the same values, or 0
+  int length;
+
+  __device__ RowDump(const VegasVerifyParams& p, const Segment& s, int packed_row)
+      : row(-1), second_plane(0), length(0) {
+    if (packed_row >= s.packed_rows || !s.request.bits) return;
+    const PackedRow packed(p, s.request, s.kv_head, packed_row);
+    const int64_t* stride = p.logits_stride;
+    if (p.dump == VEGAS_DUMP_ALL) {
+      row = (s.request.q_begin + packed.query) * stride[0] + packed.head * stride[1];
+    } else if (packed.dumped) {
+      row = s.index * stride[0] + packed.head * stride[1] + (packed.dumped & VEGAS_FIRST_ROW ? 0 : stride[2]);
+      if (s.request.q_len == 1 && s.request.bits == 3) second_plane = stride[2];
+    }
+    length = s.request.dump_len;
+  }
+
+  // Calls store(to) for each plane and the type of its logits: where the row's logit of `key` goes.
+  template <class Store>
+  __device__ __forceinline__ void write(const VegasVerifyParams& p, int key, const Store& store) const {
+    if (row < 0) return;
+#pragma unroll 1
+    for (int plane = 0; plane < 1 + (second_plane != 0); ++plane) {
+      const int64_t at = row + plane * second_plane + key;
+      if (p.logits_dtype == VEGAS_BFLOAT16) {
+        store(static_cast<__nv_bfloat16*>(p.logits) + at);
+      } else {
+        store(static_cast<float*>(p.logits) + at);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void store_logit(__nv_bfloat16* to, float value) { *to = __float2bfloat16_rn(value); }
+__device__ __forceinline__ void store_logit(float* to, float value) { *to = value; }
+
+// A warpgroup that owns 64 packed rows.
+template <class T>
+__device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
+                                            SharedMemory<T>& shared) {
+  using namespace cute;
+  using Element = typename T::Element;
+  using Mma = typename T::Mma;
+  constexpr int kTileKeys = T::kTileKeys;
+  const int group = cutlass::canonical_warp_group_idx() - 1;
+  const int thread = threadIdx.x % kGroupThreads;
+  const int warp = thread / 32;
+  const int lane = thread % 32;
+  const bool dumps_rows = p.dump == VEGAS_DUMP_ROWS || p.dump == VEGAS_DUMP_ALL;
+  const bool query_aligned = portable::query_aligned(p);
+
+  typename T::QkMma qk;
+  typename T::PvMma pv;
+  const auto thread_qk = qk.get_thread_slice(thread);
+  const auto thread_pv = pv.get_thread_slice(thread);
+  // Element 4n + 2i + j: row of i, key or column 8n + 2 * (lane % 4) + j.
+  Tensor scores = partition_fragment_C(qk, Shape<_64, Int<kTileKeys>>{});
+  Tensor output = partition_fragment_C(pv, Shape<_64, Int<T::kHeadDim>>{});
+  constexpr int kScores = decltype(size(scores))::value;
+  constexpr int kOutputs = decltype(size(output))::value;
+  static_assert(kScores == kTileKeys / 2 && kOutputs == T::kHeadDim / 2);
+  Tensor weights = make_tensor<Mma>(partition_shape_A(pv, Shape<_64, Int<kTileKeys>>{}));
+  static_assert(decltype(size(weights))::value == kScores);
+
+  const auto multiply_keys = [&](int stage) __attribute__((always_inline)) {
+    // Descriptors are made anew for every tile: kept, they would cost the registers of a quarter of the scores.
+    int own_group = group;
+    asm volatile("" : "+r"(own_group));
+    const Tensor query = thread_qk.partition_fragment_A(
+        make_tensor(make_smem_ptr(reinterpret_cast<Mma*>(shared.query[own_group])), typename T::QueryLayout{}));
+    const Tensor tile = make_tensor(make_smem_ptr(reinterpret_cast<Mma*>(shared.keys[stage])), typename T::KeyLayout{});
+    const Tensor keys = thread_qk.partition_fragment_B(tile);
+    warpgroup_fence_operand(scores);
+    warpgroup_arrive();
+    qk.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+    for (int k = 0; k < size<2>(query); ++k) {
+      cute::gemm(qk, query(_, _, k), keys(_, _, k), scores);
+      qk.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+    warpgroup_fence_operand(scores);
+  };
+  const auto accumulate_values = [&](int stage) __attribute__((always_inline)) {
+    const Tensor tile =
+        make_tensor(make_smem_ptr(reinterpret_cast<Mma*>(shared.values[stage])), typename T::ValueLayout{});
+    const Tensor values = thread_pv.partition_fragment_B(tile);
+    warpgroup_fence_operand(output);
+    warpgroup_fence_operand(weights);
+    warpgroup_arrive();
+    pv.accumulate_ = GMMA::ScaleOut::One;
+#pragma unroll
+    for (int k = 0; k < size<2>(weights); ++k) cute::gemm(pv, weights(_, _, k), values(_, _, k), output);
+    warpgroup_commit_batch();
+    warpgroup_fence_operand(output);
+  };
+  // Rows that cp.async wrote are handed over to the tensor cores; boxes come through their own proxy.
+  const auto hand_over = [&](int stage) {
+    if (boxes.box == 0 || !shared.valid[stage].all()) cutlass::arch::fence_view_async_shared();
+  };
+
+  RingPosition<T::kStages> ring;
+  SegmentReader<T> segments = {shared};
+  for (const Segment* next; (next = segments.next()); segments.done()) {
+    const Segment& s = *next;
+    const int first_row = s.row_tile * T::kRows + 64 * group;
+    if (first_row >= s.packed_rows) {
+      for (int tile = s.live_begin; tile < s.live_end; ++tile) {
+        wait_barrier(shared.keys_full[ring.stage], ring.phase);
+        arrive_as_warp(shared.keys_empty[ring.stage]);
+        wait_barrier(shared.values_full[ring.stage], ring.phase);
+        arrive_as_warp(shared.values_empty[ring.stage]);
+        ring.advance();
+      }
+      continue;
+    }
+
+    cutlass::arch::NamedBarrier::sync(kGroupThreads, 1 + group);  // the last segment's query is read no more
+    {
+      // Two threads per row.
+      constexpr int kCopies = T::kSegments / 2;
+      const int row = thread / 2;
+      const int first_segment = thread % 2 * kCopies;
+      const bool exists = first_row + row < s.packed_rows;
+      const PackedRow packed(p, s.request, s.kv_head, exists ? first_row + row : first_row);
+      const Element* source = static_cast<const Element*>(p.q) +
+                              (s.request.q_begin + int64_t{packed.query}) * p.q_stride_row +
+                              packed.head * p.q_stride_head + first_segment * 8;
+      uint4 loaded[kCopies];
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        loaded[i] = make_uint4(0, 0, 0, 0);
+        if (exists && (first_segment + i) * 8 < p.cache.head_dim) {
+          loaded[i] =
+              query_aligned ? *reinterpret_cast<const uint4*>(source + i * 8) : load_query(source + i * 8, false);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        *reinterpret_cast<uint4*>(shared.query[group] + swizzled_offset<64>(row, first_segment + i)) = loaded[i];
+      }
+    }
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::sync(kGroupThreads, 1 + group);
+
+    const bool warp_in_use = first_row + 16 * warp < s.packed_rows;
+    // This lane's rows are own_row and 8 further; a row that does not exist is masked like the last.
+    const int own_row = first_row + 16 * warp + lane / 4;
+    const float scale = p.softmax_scale * portable::descale_of(p.cache.k, s.index, s.kv_head);
+    // Logits of rows that are dumped, capped or oddly scaled are formed before the softmax, not within it.
+    const bool forms_logits = p.softcap > 0.0f || !(scale > 0.0f) || dumps_rows;
+    const float to_log2 = forms_logits ? kLog2e : scale * kLog2e;
+    const int end_key = s.request.end_key;
+    const auto dump_masked = [&](int begin, int end) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const RowDump row(p, s, own_row + 8 * i);
+        row.write(p, 0, [&](auto* to) {
+          for (int key = begin + lane % 4; key < min(end, row.length); key += 4) store_logit(to + key, -INFINITY);
+        });
+      }
+    };
+    if (dumps_rows) dump_masked(s.key_of(s.first_tile), s.key_of(s.live_begin));
+
+    float reference[2] = {-INFINITY, -INFINITY};  // of the weights, log2 units
+    float sum[2] = {0.0f, 0.0f};                  // of this lane's columns
+    float rescale[2];
+    bool moved = false;
+    clear(output);
+    clear(weights);  // of rows that are not in use
+    const int first_full_key = s.request.first_full_key;
+    const int last_full_key = s.request.last_full_key;
+    // Scales, caps, masks and dumps the scores of a tile; most tiles of most calls need none of it.
+    const auto finish_logits = [&](int first_key, const KeyMask<kTileKeys>& valid) __attribute__((always_inline)) {
+      if (forms_logits) {
+#pragma unroll
+        for (int c = 0; c < kScores; ++c) {
+          float logit = scores(c) * scale;
+          // tanhf, not tanh.approx: a dumped logit promises an error below 2^-16.
+          if (p.softcap > 0.0f) logit = p.softcap * tanhf(logit / p.softcap);
+          scores(c) = logit;
+        }
+      }
+      // Keys of this lane's columns that a row sees, relative to its first column.
+      int first_seen[2];
+      int last_seen[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const PackedRow packed(p, s.request, s.kv_head, min(own_row + 8 * i, s.packed_rows - 1));
+        s.visible(packed.query, first_seen[i], last_seen[i]);
+        first_seen[i] -= first_key + 2 * (lane % 4);
+        last_seen[i] -= first_key + 2 * (lane % 4);
+      }
+#pragma unroll
+      for (int c = 0; c < kScores; ++c) {
+        const int i = c / 2 % 2;
+        const int column = 8 * (c / 4) + c % 2;
+        const bool exists = valid.words[column / 32] >> 2 * (lane % 4) >> column % 32 & 1;
+        if (!exists || column < first_seen[i] || column > last_seen[i]) scores(c) = -INFINITY;
+      }
+      if (!dumps_rows) return;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        // Found anew for every tile: only these dumps pay for it.
+        const RowDump row(p, s, own_row + 8 * i);
+        const int key = first_key + 2 * (lane % 4);
+        const int left = min(row.length, end_key) - key;
+        row.write(p, key, [&](auto* to) {
+#pragma unroll
+          for (int c = 0; c < kScores / 2; ++c) {
+            const int column = 8 * (c / 2) + c % 2;
+            if (column < left) store_logit(to + column, scores(4 * (c / 2) + 2 * i + c % 2));
+          }
+        });
+      }
+    };
+    // Turns scores into weights relative to a reference that is at most 2^8 below the running maximum: it moves, and
+    // the output with it, only when it must.
+    const auto weigh = [&]() __attribute__((always_inline)) {
+      float top[2][2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) top[i][j] = scores(2 * i + j);
+      }
+#pragma unroll
+      for (int n = 1; n < kScores / 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) top[i][j] = fmaxf(top[i][j], scores(4 * n + 2 * i + j));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) top[i][0] = fmaxf(top[i][0], top[i][1]);
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) top[i][0] = fmaxf(top[i][0], __shfl_xor_sync(0xffffffffu, top[i][0], step));
+      }
+      float base[2];
+      moved = false;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float highest = top[i][0] * to_log2;
+        const bool moves = highest > reference[i] + kReferenceSlack;
+        const float now = moves ? highest : reference[i];
+        // A row that has seen no key yet keeps -inf, which must not meet -inf in a difference.
+        base[i] = now == -INFINITY ? 0.0f : now;
+        rescale[i] = moves ? exp2_approx(reference[i] - base[i]) : 1.0f;
+        reference[i] = now;
+        moved = moved || moves;
+      }
+      float added[2][2] = {};
+#pragma unroll
+      for (int n = 0; n < kScores / 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            float& x = scores(4 * n + 2 * i + j);
+            x = exp2_approx(fmaf(x, to_log2, -base[i]));
+            added[i][j] += x;
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sum[i] = sum[i] * rescale[i] + (added[i][0] + added[i][1]);
+    };
+    if (s.live_begin < s.live_end) {
+      wait_barrier(shared.keys_full[ring.stage], ring.phase);
+      hand_over(ring.stage);
+      multiply_keys(ring.stage);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(scores);
+      int first_key = s.key_of(s.live_begin);
+      const int last_key = s.key_of(s.live_end - 1);  // first of the last tile
+      int previous = -1;                              // stage whose values are being accumulated
+      while (true) {
+        // One tile: its weights, while the values of the tile before are accumulated, then the scores of the next.
+        const int stage = ring.stage;
+        const uint32_t phase = ring.phase;
+        const KeyMask<kTileKeys> valid = shared.valid[stage];
+        const bool plain =
+            !forms_logits && valid.all() && first_key >= first_full_key && first_key + kTileKeys - 1 <= last_full_key;
+        const bool gathered = boxes.box == 0 || !valid.all();
+        arrive_as_warp(shared.keys_empty[stage]);
+        if (warp_in_use) {
+          if (!plain) finish_logits(first_key, valid);
+          weigh();
+        }
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(output);
+        if (previous >= 0) arrive_as_warp(shared.values_empty[previous]);
+        previous = stage;
+        if (warp_in_use) {
+          if (__any_sync(0xffffffffu, moved)) {
+#pragma unroll
+            for (int c = 0; c < kOutputs; ++c) output(c) *= rescale[c / 2 % 2];
+          }
+          uint32_t* packed = reinterpret_cast<uint32_t*>(weights.data());
+#pragma unroll
+          for (int c = 0; c < kScores; c += 2) packed[c / 2] = portable::pack<Element>(scores(c), scores(c + 1));
+        }
+        ring.advance();
+        if (first_key >= last_key) {
+          wait_barrier(shared.values_full[stage], phase);
+          if (gathered) cutlass::arch::fence_view_async_shared();
+          break;
+        }
+        first_key += kTileKeys;
+        wait_barrier(shared.keys_full[ring.stage], ring.phase);
+        hand_over(ring.stage);
+        multiply_keys(ring.stage);
+        wait_barrier(shared.values_full[stage], phase);
+        if (gathered) cutlass::arch::fence_view_async_shared();
+        accumulate_values(stage);
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(scores);
+      }
+      accumulate_values(previous);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(output);
+      arrive_as_warp(shared.values_empty[previous]);
+    }
+    if (dumps_rows) dump_masked(s.key_of(s.live_end), min(s.key_of(s.first_tile + s.tiles), end_key));
+
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+      const int in_group = 16 * warp + lane / 4 + 8 * i;
+      const int row = first_row + in_group;
+      if (row >= s.packed_rows) continue;
+      const RowNorm norm = {reference[i], sum[i]};
+      if (s.whole) {
+        const RowOutput<Element> target = row_output<Element>(p, s.request, s.index, s.kv_head, row);
+        if (lane % 4 == 0) *target.lse = norm.lse();
+        const float factor = output_factor(target, norm);
+#pragma unroll
+        for (int n = 0; n < kOutputs / 4; ++n) {
+          const int d = 8 * n + 2 * (lane % 4);
+          if (d >= p.cache.head_dim) continue;
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const float value = output(4 * n + 2 * i + j);
+            target.out[d + j] = portable::from_float<Element>(norm.sum == 0.0f ? 0.0f : value * factor);
+          }
+        }
+      } else {
+        const int64_t at = int64_t{s.slot} * w.tile_rows + 64 * group + in_group;
+        if (lane % 4 == 0) {
+          w.partial_norm[int64_t{s.slot} * w.norm_rows + 64 * group + in_group] = make_float2(norm.maximum, norm.sum);
+        }
+#pragma unroll
+        for (int n = 0; n < kOutputs / 4; ++n) {
+          *reinterpret_cast<float2*>(w.partial_output + at * T::kHeadDim + 8 * n + 2 * (lane % 4)) =
+              make_float2(output(4 * n + 2 * i), output(4 * n + 2 * i + 1));
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
+    verify_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ Workspace w,
+                  const __grid_constant__ CacheBoxes boxes) {
+  extern __shared__ __align__(1024) char shared_bytes[];
+  SharedMemory<T>& shared = *reinterpret_cast<SharedMemory<T>*>(shared_bytes);
+  const bool guided = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD;
+  if (threadIdx.x == 0) {
+    using cutlass::arch::ClusterBarrier;
+    for (int stage = 0; stage < T::kStages; ++stage) {
+      ClusterBarrier::init(&shared.keys_full[stage], 32 + 1);
+      ClusterBarrier::init(&shared.values_full[stage], 32);
+      ClusterBarrier::init(&shared.keys_empty[stage], T::kRowGroups * 4 + (guided ? kGuideWarps : 0));
+      ClusterBarrier::init(&shared.values_empty[stage], T::kRowGroups * 4);
+    }
+    for (int slot = 0; slot < kSegmentSlots; ++slot) {
+      ClusterBarrier::init(&shared.segment_full[slot], 1);
+      ClusterBarrier::init(&shared.segment_empty[slot], 2 + T::kRowGroups * 4 + (guided ? kGuideWarps : 0));
+    }
+    cutlass::arch::fence_barrier_init();
+    if (boxes.box > 0) {
+      cute::prefetch_tma_descriptor(&boxes.k);
+      cute::prefetch_tma_descriptor(&boxes.v);
+    }
+  }
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  find_share(p, w, shared.share, shared.segments[0], reinterpret_cast<uint64_t*>(shared.keys));
+  __syncthreads();
+
+  if (threadIdx.x < kGroupThreads) {
+    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    if (threadIdx.x / 32 < kFirstGuideWarp) {
+      load_tiles<T>(p, w, boxes, shared);
+    } else if (guided) {
+      multiply_guides<T>(p, w, shared);
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+    attend_rows<T>(p, w, boxes, shared);
+  }
+}
+
+}  // namespace vegas_ops::hopper

@@ -1,0 +1,61 @@
+// Body of hopper_bf16.cu and hopper_fp16.cu: the kernels of one query type.
+#pragma once
+
+#include <stddef.h>
+
+#include "common/portable_launch.cuh"
+#include "verify/hopper.cuh"
+#include "verify/hopper_finish.cuh"
+#include "verify/hopper_launch.h"
+
+namespace vegas_ops::hopper {
+
+// All kernels of a call ask for one division of an SM's memory: changing it would drain the SM between them.
+template <class Kernel>
+cudaError_t prepare(Kernel kernel, int shared_bytes) {
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+
+template <class T>
+cudaError_t launch_instance(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
+                            const LaunchShape& shape, cudaStream_t stream) {
+  // Without the padding at its end.
+  constexpr int kBytes = offsetof(SharedMemory<T>, guide_norm) + sizeof(SharedMemory<T>::guide_norm);
+  static_assert(kBytes <= T::kSharedPerSm / T::kCtasPerSm - T::kReservedPerCta);
+  const auto finish = verify_finish_kernel<typename T::Element, T::kHeadDim>;
+  cudaError_t error = prepare(verify_kernel<T>, kBytes);
+  if (error == cudaSuccess) error = prepare(finish, 0);
+  if (error == cudaSuccess) {
+    error = launch_dependent(verify_kernel<T>, shape.grid, T::kThreads, kBytes, stream, p, w, boxes);
+  }
+  if (error == cudaSuccess && shape.finish_ctas > 0) {
+    error = launch_dependent(finish, shape.finish_ctas, kFinishThreads, 0, stream, p, w, shape.row_tiles,
+                             shape.merge_ctas, shape.reduce_parts);
+  }
+  return error;
+}
+
+template <class Element>
+cudaError_t launch_verify(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
+                          const LaunchShape& shape, cudaStream_t stream) {
+  switch (portable::padded_head_dim(p.cache.head_dim) + shape.row_groups) {
+    case 64 + 1:
+      return launch_instance<Traits<Element, 64, 1>>(p, w, boxes, shape, stream);
+    case 64 + 2:
+      return launch_instance<Traits<Element, 64, 2>>(p, w, boxes, shape, stream);
+    case 64 + 3:
+      return launch_instance<Traits<Element, 64, 3>>(p, w, boxes, shape, stream);
+    case 128 + 1:
+      return launch_instance<Traits<Element, 128, 1>>(p, w, boxes, shape, stream);
+    case 128 + 2:
+      return launch_instance<Traits<Element, 128, 2>>(p, w, boxes, shape, stream);
+    case 128 + 3:
+      return launch_instance<Traits<Element, 128, 3>>(p, w, boxes, shape, stream);
+    default:
+      return launch_instance<Traits<Element, 256, 1>>(p, w, boxes, shape, stream);
+  }
+}
+
+}  // namespace vegas_ops::hopper

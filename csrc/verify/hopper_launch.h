@@ -1,0 +1,56 @@
+// The Hopper attention kernel's launch, instantiated per query type (hopper_bf16.cu, hopper_fp16.cu).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "vegas_ops/params.h"
+
+namespace vegas_ops::hopper {
+
+struct Workspace;
+struct CacheBoxes;
+
+// Warpgroups that share the packed rows of a tile, 64 each; more rows take several tiles.
+constexpr int kMaxRowGroups = 3;
+inline int row_groups_for(int64_t rows, int head_dim) {
+  if (head_dim > 128) return 1;
+  return rows <= 64 ? 1 : rows <= 128 ? 2 : kMaxRowGroups;
+}
+
+constexpr int ctas_per_sm(int row_groups, int head_dim) { return row_groups == 1 && head_dim <= 128 ? 2 : 1; }
+
+// Keys of a tile: as many as accumulators of the scores leave room for.
+constexpr int tile_keys(int row_groups, int head_dim) { return 64; }
+
+struct LaunchShape {
+  int row_groups;
+  int grid;         // CTAs of the attention kernel
+  int row_tiles;    // of a request
+  int merge_ctas;   // of the last kernel: those that merge
+  int finish_ctas;  // and all; 0: no such kernel
+  int reduce_parts;
+};
+
+// Both kernels of a call.
+template <class Element>
+cudaError_t launch_verify(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
+                          const LaunchShape& shape, cudaStream_t stream);
+
+// Launches with programmatic stream serialization: the kernel waits for its predecessor by itself.
+template <class... Args>
+cudaError_t launch_dependent(void (*kernel)(Args...), int64_t grid, int threads, int shared_bytes, cudaStream_t stream,
+                             const Args&... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(grid);
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+}  // namespace vegas_ops::hopper

@@ -1,0 +1,164 @@
+// The warps of a Hopper verify CTA that fill its rings of K and V tiles.
+#pragma once
+
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "verify/hopper_traits.cuh"
+
+namespace vegas_ops::hopper {
+
+// The K warp and the V warp: tiles come by the copy engine where they are whole and their pages allow boxes, else row
+// by row, with zeros for what must not be read. The K warp also cuts the CTA's share into segments and tells the
+// others.
+template <class T>
+__device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
+                                           SharedMemory<T>& shared) {
+  using cutlass::arch::ClusterTransactionBarrier;
+  const int lane = threadIdx.x % 32;
+  int value_warp = threadIdx.x / 32 == kValueWarp;
+  const int num_pages = p.cache.num_pages < INT_MAX ? static_cast<int>(p.cache.num_pages) : INT_MAX;
+  constexpr int kTileKeys = T::kTileKeys;
+  constexpr int kKeysPerLane = kTileKeys / 32;
+  constexpr int kRowsPerCopy = 32 / T::kSegments;
+  const int segment = lane % T::kSegments;
+  const bool segment_exists = segment * 8 < p.cache.head_dim;
+  const bool full_rows = p.cache.head_dim == T::kHeadDim;
+  const int lane_row = lane / T::kSegments;
+  const int lane_offset = swizzled_offset<kTileKeys>(lane_row, segment);
+  const int num_boxes = boxes.box > 0 ? kTileKeys / boxes.box : 0;
+
+  RingPosition<T::kStages> ring;
+  SegmentReader<T> segments = {shared};
+  bool first = true;
+  while (true) {
+    // One copy of the code for both warps, which then find each other's in the cache.
+    asm volatile("" : "+r"(value_warp));
+    const bool values = value_warp;
+    if (!values) {
+      wait_barrier(shared.segment_empty[segments.ring.stage], segments.ring.phase ^ 1);
+      // The first is there from the start.
+      if (!first && lane == 0) shared.segments[segments.ring.stage] = next_segment(p, w, shared.share);
+      first = false;
+      arrive_as_warp(shared.segment_full[segments.ring.stage]);
+    }
+    const Segment* next = segments.next();
+    if (!next) break;
+    const Segment& s = *next;
+    const int32_t* table = p.cache.block_table + s.index * p.cache.block_table_stride;
+    const int kv_head = s.kv_head;
+    const int live_end = s.live_end;
+    const int first_key = s.request.first_key;
+    const int end_key = min(s.request.end_key, s.last_seen + 1);
+    const int first_seen = s.first_seen;
+    // Several row tiles read the same keys, which then stay in the cache.
+    const bool read_once = s.packed_rows <= T::kRows;
+    // Tiles in [boxed_begin, boxed_end) may come as boxes.
+    const int boxed_begin = num_boxes > 0 ? ceil_div(max(first_seen - first_key, 0), kTileKeys) : INT_MAX;
+    const int boxed_end = (end_key - first_key) / kTileKeys;
+    // Where rows lane + 32j of a tile lie; of a boxed tile, where box `lane` does.
+    int page[kKeysPerLane];
+    int slot[kKeysPerLane];
+    const auto look_up = [&](int tile) {
+      const bool boxed = tile >= boxed_begin && tile < boxed_end;
+#pragma unroll
+      for (int j = 0; j < kKeysPerLane; ++j) {
+        const int position = first_key + tile * kTileKeys + (boxed ? lane * boxes.box : lane + 32 * j);
+        page[j] = -1;
+        slot[j] = 0;
+        const bool read = boxed ? j == 0 && lane < num_boxes : position >= first_seen && position < end_key;
+        if (tile < live_end && read) {
+          int column;
+          boxes.page_size(column, slot[j], position);
+          page[j] = __ldg(table + column);
+        }
+      }
+    };
+    look_up(s.live_begin);
+    for (int tile = s.live_begin; tile < live_end; ++tile) {
+      const int box_page = page[0];
+      const int box_slot = slot[0];
+      const uint32_t found = __ballot_sync(0xffffffffu, box_page >= 0 && box_page < num_pages);
+      const bool boxed = tile >= boxed_begin && tile < boxed_end;
+      const bool whole = boxed && found == (1ull << num_boxes) - 1;
+      int64_t offset[kKeysPerLane];
+      KeyMask<kTileKeys> valid;
+      const VegasCacheView& view = values ? p.cache.v : p.cache.k;  // looked at by gathered tiles alone
+#pragma unroll
+      for (int j = 0; j < kKeysPerLane; ++j) {
+        valid.words[j] = 0xffffffffu;
+        if (whole) continue;
+        if (boxed) {
+          // A page that does not exist: its keys are masked, one by one.
+          const int row = lane + 32 * j;
+          page[j] = __shfl_sync(0xffffffffu, box_page, row / boxes.box);
+          slot[j] = __shfl_sync(0xffffffffu, box_slot, row / boxes.box) + row % boxes.box;
+        }
+        const bool exists = page[j] >= 0 && page[j] < num_pages;
+        offset[j] = exists ? (page[j] * view.stride_page + slot[j] * view.stride_token) * 2 : -1;
+        valid.words[j] = __ballot_sync(0xffffffffu, exists);
+      }
+      look_up(tile + 1);
+      wait_barrier(values ? shared.values_empty[ring.stage] : shared.keys_empty[ring.stage], ring.phase ^ 1);
+      char* target = values ? shared.values[ring.stage] : shared.keys[ring.stage];
+      uint64_t* full = values ? &shared.values_full[ring.stage] : &shared.keys_full[ring.stage];
+      if (!values && lane == 0) {
+        shared.valid[ring.stage] = valid;
+        // The plain write is released by an arrival of its own.
+        ClusterTransactionBarrier::arrive(full);
+      }
+      ring.advance();
+      if (whole) {
+        if (lane == 0) {
+          ClusterTransactionBarrier::arrive_and_expect_tx(full, T::kTileBytes);
+        } else {
+          ClusterTransactionBarrier::arrive(full);
+        }
+        __syncwarp();
+        const auto hint = read_once ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL;
+#pragma unroll 4
+        for (int i = 0; i < num_boxes; ++i) {
+          const int page_of_box = __shfl_sync(0xffffffffu, box_page, i);
+          const int slot_of_box = __shfl_sync(0xffffffffu, box_slot, i);
+          if (cute::elect_one_sync()) {
+#pragma unroll
+            for (int column = 0; column < T::kHeadDim / 64; ++column) {
+              cute::SM90_TMA_LOAD_4D::copy(values ? &boxes.v : &boxes.k, full, static_cast<uint64_t>(hint),
+                                           target + column * (kTileKeys * 128) + i * boxes.box * 128, column * 64,
+                                           kv_head, slot_of_box, page_of_box);
+            }
+          }
+        }
+        continue;
+      }
+      const char* data = static_cast<const char*>(view.data);
+      const char* base = data + view.stride_head * 2 * kv_head + segment * 16;
+      const auto gather = [&](bool all) {
+#pragma unroll
+        for (int j = 0; j < kKeysPerLane; ++j) {
+#pragma unroll 4
+          for (int row = 0; row < 32; row += kRowsPerCopy) {
+            const int64_t from = __shfl_sync(0xffffffffu, offset[j], row + lane_row);
+            const bool read = all || (from >= 0 && segment_exists);
+            // The swizzle of `row` and `lane_row` uses different bits.
+            char* to = target + (lane_offset ^ (row & 7) * 16) + (32 * j + row) * 128;
+            cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+                *reinterpret_cast<const cute::uint128_t*>(read ? base + from : data),
+                *reinterpret_cast<cute::uint128_t*>(to), read);
+          }
+        }
+      };
+      if (valid.all() && full_rows) {
+        gather(true);
+      } else {
+        gather(false);
+      }
+      cutlass::arch::cpasync_barrier_arrive_noinc(full);
+    }
+    segments.done();
+  }
+  cute::cp_async_wait<0>();
+}
+
+}  // namespace vegas_ops::hopper

@@ -1,0 +1,150 @@
+// What the roles of a Hopper verify CTA share: sizes, shared memory, barriers, and the walk through segments.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/numeric_types.h>
+
+#include <cute/tensor.hpp>
+
+#include "verify/guides.cuh"
+#include "verify/hopper_boxes.h"
+#include "verify/hopper_launch.h"
+#include "verify/hopper_plan.cuh"
+
+namespace vegas_ops::hopper {
+
+using portable::kLog2e;
+using portable::RowNorm;
+
+constexpr int kGroupThreads = 128;
+constexpr int kKeyWarp = 0;
+constexpr int kValueWarp = 1;
+constexpr int kFirstGuideWarp = 2;
+constexpr int kGuideWarps = 2;
+constexpr int kSegmentSlots = 3;  // segments that the CTA's roles may be apart
+
+// One kernel: query type, padded head dimension, and how many warpgroups own 64 packed rows each.
+template <class Element_, int kHeadDim_, int kRowGroups_>
+struct Traits {
+  using Element = Element_;
+  using Mma = std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kRowGroups = kRowGroups_;
+  static constexpr int kTileKeys = tile_keys(kRowGroups, kHeadDim);
+  static constexpr int kRows = 64 * kRowGroups;
+  static constexpr int kThreads = kGroupThreads * (1 + kRowGroups);
+  // One row group leaves room for two CTAs, whose softmax and products then overlap.
+  static constexpr int kCtasPerSm = ctas_per_sm(kRowGroups, kHeadDim);
+  // Together as many as the threads start with.
+  static constexpr int kProducerRegisters = kCtasPerSm == 2   ? (kHeadDim == 64 ? 96 : 88)
+                                            : kRowGroups == 1 ? 240
+                                            : kRowGroups == 2 ? 104
+                                                              : 80;
+  static constexpr int kConsumerRegisters = kCtasPerSm == 2   ? (kHeadDim == 64 ? 160 : 168)
+                                            : kRowGroups == 1 ? 240
+                                            : kRowGroups == 2 ? 200
+                                                              : 144;
+  static constexpr int kTileBytes = kTileKeys * kHeadDim * 2;  // of K or V
+  static constexpr int kQueryBytes = kRows * kHeadDim * 2;
+  static constexpr int kSharedPerSm = 228 * 1024;
+  static constexpr int kReservedPerCta = 1024;
+  static constexpr int kMiscBytes = 1024;  // all but tiles and queries
+  static constexpr int kRingBytes = kSharedPerSm / kCtasPerSm - kReservedPerCta - kMiscBytes - kQueryBytes;
+  static constexpr int kStages = kRingBytes / (2 * kTileBytes) < 8 ? kRingBytes / (2 * kTileBytes) : 8;
+  static constexpr int kSegments = kHeadDim / 8;  // of 16 bytes, in a row
+
+  using QkMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Mma, Mma, float,
+                                 cute::Shape<cute::_64, cute::Int<kTileKeys>, cute::Int<kHeadDim>>>()));
+  using PvMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Mma, Mma, float, cute::Shape<cute::_64, cute::Int<kHeadDim>, cute::Int<kTileKeys>>,
+                                 cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
+  using QueryLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Mma>{},
+                                                   cute::Shape<cute::_64, cute::Int<kHeadDim>>{}));
+  using KeyLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Mma>{},
+                                                 cute::Shape<cute::Int<kTileKeys>, cute::Int<kHeadDim>>{}));
+  using ValueLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Mma>{},
+                                                   cute::Shape<cute::Int<kHeadDim>, cute::Int<kTileKeys>>{},
+                                                   cute::Step<cute::_2, cute::_1>{}));
+  static_assert(kStages >= 2, "the ring needs two stages");
+};
+
+// Tiles are blocks of 64 columns, rows of 128 bytes swizzled by the 8: byte offset of a 16-byte segment.
+template <int kTileRows>
+__device__ __forceinline__ int swizzled_offset(int row, int segment) {
+  return (segment / 8) * (kTileRows * 128) + row * 128 + ((segment ^ row) & 7) * 16;
+}
+
+// A bit per key of a tile.
+template <int kKeys>
+struct alignas(kKeys / 8) KeyMask {
+  uint32_t words[kKeys / 32];
+
+  __device__ __forceinline__ bool all() const {
+    uint32_t both = words[0];
+#pragma unroll
+    for (int i = 1; i < kKeys / 32; ++i) both &= words[i];
+    return both == 0xffffffffu;
+  }
+};
+
+template <class T>
+struct SharedMemory {
+  alignas(1024) char keys[T::kStages][T::kTileBytes];
+  alignas(1024) char values[T::kStages][T::kTileBytes];
+  alignas(1024) char query[T::kRowGroups][64 * T::kHeadDim * 2];
+  KeyMask<T::kTileKeys> valid[T::kStages];
+  uint64_t keys_full[T::kStages];
+  uint64_t keys_empty[T::kStages];
+  uint64_t values_full[T::kStages];
+  uint64_t values_empty[T::kStages];
+  uint64_t segment_full[kSegmentSlots];
+  uint64_t segment_empty[kSegmentSlots];
+  Share share;
+  Segment segments[kSegmentSlots];
+  RowNorm guide_norm[2][2];  // of the last guide warp: by parity of the segment, and guide row
+};
+
+// Stage and phase of a role's walk around a ring.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ void wait_barrier(const uint64_t& barrier, uint32_t phase) {
+  cutlass::arch::ClusterBarrier::wait(&barrier, phase);
+}
+
+// Called by whole warps.
+__device__ __forceinline__ void arrive_as_warp(const uint64_t& barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) cutlass::arch::ClusterBarrier::arrive(&barrier);
+}
+
+// A role's walk through the CTA's segments: next() waits for a segment, done() gives its slot back. Called by whole
+// warps.
+template <class T>
+struct SegmentReader {
+  SharedMemory<T>& shared;
+  RingPosition<kSegmentSlots> ring;
+
+  __device__ const Segment* next() {
+    wait_barrier(shared.segment_full[ring.stage], ring.phase);
+    const Segment* s = &shared.segments[ring.stage];
+    return s->index < 0 ? nullptr : s;
+  }
+  __device__ void done() {
+    arrive_as_warp(shared.segment_empty[ring.stage]);
+    ring.advance();
+  }
+};
+
+}  // namespace vegas_ops::hopper
