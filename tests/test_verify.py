@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from op_checks import assert_same_bits, check_verify
 from torch import Tensor
 
 import vegas_ops
+from vegas_ops import _C
 
 DUMPS = ("none", "token", "token_weight", "kv_head", "rows", "all")
 HALF = (torch.bfloat16, torch.float16)
@@ -384,6 +389,36 @@ def test_workspace_given_is_left_reusable(device: torch.device) -> None:
         assert_same_bits(got.out, expected.out, "out")
         assert got.logits is not None and expected.logits is not None
         assert_same_bits(got.logits, expected.logits, "logits")
+
+
+def call_of_two_kernels(device: torch.device) -> VerifyCase:
+    return VerifyCase(
+        seed=9, device=device, dtype=torch.bfloat16, heads_q=8, head_dim=128, lengths=(700, 130, 3),
+        q_lens=(8, 5, 1), dump="kv_head", logits_dtype=torch.float32, with_sinks=True,
+    )  # fmt: skip
+
+
+def test_portable_kernels_on_request_agree_on_cuda(cuda: torch.device, tmp_path: Path) -> None:
+    if _C.kernel_name(0, True) == "portable":
+        pytest.skip("the portable kernels are what this GPU or environment chooses anyway")
+    # VEGAS_OPS_KERNELS is read once, so the portable kernels run in a process of their own.
+    saved = tmp_path / "portable.pt"
+    code = (
+        "import sys, torch, test_verify\n"
+        "from vegas_ops import _C\n"
+        "assert _C.kernel_name(0, True) == 'portable'\n"
+        "got = test_verify.check_verify(test_verify.call_of_two_kernels(torch.device(sys.argv[2])))\n"
+        "torch.save({name: tensor.cpu() for name, tensor in got.items()}, sys.argv[1])\n"
+    )
+    paths = [str(Path(__file__).parent), str(Path(vegas_ops.__file__).parents[1])]
+    path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "VEGAS_OPS_KERNELS": "portable"}
+    command = [sys.executable, "-c", code, str(saved), str(cuda)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    # Both were within the oracle's bounds; the outputs are bf16.
+    own = {name: tensor.cpu() for name, tensor in check_verify(call_of_two_kernels(cuda)).items()}
+    torch.testing.assert_close(own, torch.load(saved, weights_only=True), atol=2**-8, rtol=2**-7)
 
 
 # Integration with torch.

@@ -2,6 +2,8 @@
 
 usage: python tools/check_kernels.py LIBVEGAS.so [--architectures 80 86 ...]
 
+Where 90 is one of the architectures, the Hopper kernels must be there for sm_90a, and nowhere else.
+
 Reads the binary with cuobjdump (from the CUDA toolkit, or `pip install nvidia-cuda-cuobjdump`).
 """
 
@@ -15,6 +17,11 @@ import sys
 import sysconfig
 from collections import defaultdict
 from pathlib import Path
+
+HOPPER = "90a"
+# Their roles have registers of their own, and the compiler puts a few of the rarely used ones on the stack.
+WARP_SPECIALISED = re.compile(r"6hopper\d+verify_kernelI")
+WARP_SPECIALISED_STACK = 128  # bytes, at most
 
 
 def find_cuobjdump() -> str:
@@ -66,14 +73,29 @@ def main() -> int:
             return f"{values[0]}-{values[-1]}" if len(values) > 1 else str(values[0])
 
         print(f"{span('REG'):>12} {span('SHARED'):>14} {span('STACK'):>6}  {shown[:100]}")
-    spilled = [k for k in kernels if int(k.get("STACK", 0)) or int(k.get("LOCAL", 0))]
-    missing = set(arguments.architectures) - {kernel["sm"] for kernel in kernels}
+    spilled, on_stack = [], []
+    for kernel in kernels:
+        stack = int(kernel.get("STACK", 0)) + int(kernel.get("LOCAL", 0))
+        if stack and WARP_SPECIALISED.search(kernel["name"]) and stack <= WARP_SPECIALISED_STACK:
+            on_stack.append(stack)
+        elif stack:
+            spilled.append(kernel)
+    expected = {*arguments.architectures, *([HOPPER] if "90" in arguments.architectures else [])}
+    missing = expected - {kernel["sm"] for kernel in kernels}
+    misplaced = [k for k in kernels if ("6hopper" in k["name"]) != (k["sm"] == HOPPER)]
     for kernel in spilled:
         print(f"spills: {kernel['name']} on sm_{kernel['sm']}: {kernel}", file=sys.stderr)
+    for kernel in misplaced:
+        print(f"not where it belongs: {kernel['name']} on sm_{kernel['sm']}", file=sys.stderr)
     if missing:
         print(f"no kernels for sm_{', sm_'.join(sorted(missing))}", file=sys.stderr)
     print(f"{len(by_name)} kernels, {len(kernels)} binaries, {len(spilled)} with spills")
-    return int(bool(spilled or missing or not kernels))
+    if on_stack:
+        print(
+            f"{len(on_stack)} warp-specialised kernels keep up to {max(on_stack)} bytes on the stack, of "
+            f"{WARP_SPECIALISED_STACK} allowed: cold code of single registers, measured without effect"
+        )
+    return int(bool(spilled or missing or misplaced or not kernels))
 
 
 if __name__ == "__main__":

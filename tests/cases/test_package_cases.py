@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import vegas_ops
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(vegas_ops.__file__).parent
 GIB = 1 << 30
+OPS = ("flash_attn_with_logit_dump", "topk_aggregate_logits", "sparse_paged_decode")
 
 
 @pytest.fixture(scope="module")
@@ -221,8 +223,16 @@ def test_case_105_info_needs_no_compiler() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert vegas_ops.__version__ in result.stdout
-    for op in ("flash_attn_with_logit_dump", "topk_aggregate_logits", "sparse_paged_decode"):
+    for op in OPS:
         assert op in result.stdout
+
+
+def cuda_kernels(**environment: str) -> list[str]:
+    """What `vegas-ops info` says that the three ops run on with CUDA."""
+    result = run_python("import sys; from vegas_ops.cli import main; sys.exit(main(['info']))", **environment)
+    assert result.returncode == 0, result.stderr
+    rows = {words[0]: words[-1] for line in result.stdout.splitlines() if (words := line.split())}
+    return [rows[op] for op in OPS]
 
 
 def test_case_106_older_gpus_get_portable_kernels() -> None:
@@ -231,5 +241,11 @@ def test_case_106_older_gpus_get_portable_kernels() -> None:
     architectures = _C.cuda_architectures().split()
     if not architectures:
         pytest.skip("this build has no CUDA kernels")
-    assert all(_C.kernel_name(op, True) == "portable" for op in range(3))
-    assert {"80", "86", "89"} <= set(architectures)
+    # Hopper GPUs have kernels of their own for verification, unless told otherwise.
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    verify = "hopper" if on_hopper and "90" in architectures else "portable"
+    assert cuda_kernels(VEGAS_OPS_KERNELS="") == [verify, "portable", "portable"]
+    assert cuda_kernels(VEGAS_OPS_KERNELS="", CUDA_VISIBLE_DEVICES="") == ["portable"] * 3
+    assert cuda_kernels(VEGAS_OPS_KERNELS="portable") == ["portable"] * 3
+    default = re.search(r'VEGAS_CUDA_ARCHITECTURES "([\d;]+)"', (ROOT / "CMakeLists.txt").read_text())
+    assert default and {"80", "86", "89"} <= set(default[1].split(";"))
