@@ -178,9 +178,15 @@ struct RequestWork {
   int row_tiles;
 };
 
-// Exclusive scan over the CTA; `total` receives the sum. Two counts may share the 64 bits. `warp_sums` is shared
-// memory, one value per warp.
-__device__ inline uint64_t block_scan(uint64_t value, uint64_t* total, uint64_t* warp_sums) {
+struct SyncCta {
+  __device__ void operator()() const { __syncthreads(); }
+};
+
+// Exclusive scan over the first `threads` threads of a CTA, which `sync` makes wait for each other; `total` receives
+// the sum. Two counts may share the 64 bits. `warp_sums` is shared memory, one value per warp.
+template <class Sync = SyncCta>
+__device__ inline uint64_t block_scan(uint64_t value, uint64_t* total, uint64_t* warp_sums, int threads,
+                                      const Sync& sync = {}) {
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   uint64_t inclusive = value;
@@ -190,14 +196,14 @@ __device__ inline uint64_t block_scan(uint64_t value, uint64_t* total, uint64_t*
     if (lane >= step) inclusive += below;
   }
   if (lane == 31) warp_sums[warp] = inclusive;
-  __syncthreads();
+  sync();
   uint64_t before = 0;
   uint64_t sum = 0;
-  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) {
+  for (int w = 0; w < threads / 32; ++w) {
     if (w == warp) before = sum;
     sum += warp_sums[w];
   }
-  __syncthreads();
+  sync();
   *total = sum;
   return before + inclusive - value;
 }
@@ -214,7 +220,7 @@ __device__ inline void make_plan(const Work& work, int batch, SplitRule rule, co
       const RequestWork r = work(b);
       mine += static_cast<uint64_t>(r.keys) * r.row_tiles * w.num_heads_kv;
     }
-    block_scan(mine, &total, warp_sums);
+    block_scan(mine, &total, warp_sums, blockDim.x);
     balanced = balanced_chunk(static_cast<int64_t>(total));
   }
   uint64_t before = 0;  // units << 32 | slots
@@ -232,7 +238,8 @@ __device__ inline void make_plan(const Work& work, int batch, SplitRule rule, co
     }
     const uint64_t units = static_cast<uint64_t>(planned.chunks) * row_tiles;
     uint64_t total;
-    const uint64_t at = before + block_scan(units << 32 | (planned.chunks > 1 ? units : 0), &total, warp_sums);
+    const uint64_t at =
+        before + block_scan(units << 32 | (planned.chunks > 1 ? units : 0), &total, warp_sums, blockDim.x);
     before += total;
     if (b >= batch) continue;
     planned.unit_begin = static_cast<int>(at >> 32);

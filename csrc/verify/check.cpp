@@ -64,6 +64,5 @@ int check(const VegasVerifyParams& p, VegasDevice device) {
 int vegas_flash_attn_with_logit_dump(const VegasVerifyParams* params, VegasDevice device, void* stream) {
   if (int status = vegas_ops::check_call(params, device)) return status;
   if (int status = vegas_ops::check(*params, device)) return status;
-  return vegas_ops::dispatch(*params, device, stream, vegas_ops::cpu_kernels().verify,
-                             VEGAS_CUDA_KERNEL(verify_cuda));
+  return vegas_ops::dispatch(*params, device, stream, vegas_ops::cpu_kernels().verify, VEGAS_CUDA_KERNEL(verify_cuda));
 }

@@ -44,10 +44,9 @@ size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int grid, char* b
   };
   const int64_t pairs = b.batch * b.num_heads_kv * b.row_tiles(row_groups);
   const int padded = portable::padded_head_dim(b.head_dim);
-  w->tile_keys = tile_keys(row_groups, padded);
-  const int64_t tiles = b.keys < 1 ? 1 : ceil_div64(b.keys, w->tile_keys);
+  const int64_t tiles = b.keys < 1 ? 1 : ceil_div64(b.keys, kTileKeys);
   int64_t slots = 2 * int64_t{grid};
-  if (rule.mode == SplitMode::kInvariant) slots = pairs * ceil_div64(tiles * w->tile_keys, kInvariantKeys);
+  if (rule.mode == SplitMode::kInvariant) slots = pairs * ceil_div64(tiles * kTileKeys, kInvariantKeys);
   if (rule.mode == SplitMode::kForced) slots = pairs * (tiles < rule.num_splits ? tiles : rule.num_splits);
   w->rule = rule;
   w->team = team_size(b.num_heads_kv, grid);
@@ -98,10 +97,10 @@ bool describe(const VegasCacheView& view, const VegasPagedCache& cache, VegasDty
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-CacheBoxes boxes_of(const VegasPagedCache& cache, int tile_keys) {
+CacheBoxes boxes_of(const VegasPagedCache& cache) {
   CacheBoxes boxes = {};
   boxes.page_size = cutlass::FastDivmod(cache.page_size);
-  const int box = std::gcd(cache.page_size, tile_keys);
+  const int box = std::gcd(cache.page_size, kTileKeys);
   // The swizzle repeats every 8 rows.
   const bool described = box >= 8 && cache.num_pages > 0 && describe(cache.k, cache, cache.dtype, box, &boxes.k) &&
                          describe(cache.v, cache, cache.dtype, box, &boxes.v);
@@ -128,7 +127,7 @@ bool verify_hopper_takes(const VegasVerifyParams& p) {
   // Heads are summed after the cap, but multiplied as one.
   if (p.dump == VEGAS_DUMP_TOKEN && p.softcap > 0.0f) return false;
   // Every CTA looks at all requests, and counts units of work in 32 bits.
-  const int64_t tiles = ceil_div64(p.max_seqlen_k, 64) + 1;
+  const int64_t tiles = ceil_div64(p.max_seqlen_k, kTileKeys) + 1;
   const int64_t row_tiles = ceil_div64(int64_t{p.max_seqlen_q} * p.num_heads_q / p.cache.num_heads_kv, 64);
   return p.batch <= kMaxBatch && p.batch * p.cache.num_heads_kv * row_tiles <= INT_MAX / tiles;
 }
@@ -155,7 +154,7 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   grid = grid / w.team * w.team;
 
   const int64_t row_tiles = sizes.row_tiles(row_groups);
-  const bool split = p.max_seqlen_k > w.tile_keys;
+  const bool split = p.max_seqlen_k > kTileKeys;
   const int64_t merge_ctas =
       split ? int64_t{p.batch} * row_tiles * p.cache.num_heads_kv * ceil_div(w.norm_rows, kFinishWarps) : 0;
   int reduce_parts = 0;
@@ -173,7 +172,7 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
     const LaunchShape shape = {
         row_groups,  grid, static_cast<int>(row_tiles), static_cast<int>(merge_ctas), static_cast<int>(finish_ctas),
         reduce_parts};
-    const CacheBoxes boxes = boxes_of(p.cache, w.tile_keys);
+    const CacheBoxes boxes = boxes_of(p.cache);
     error = p.q_dtype == VEGAS_FLOAT16 ? launch_verify<__half>(p, w, boxes, shape, stream)
                                        : launch_verify<__nv_bfloat16>(p, w, boxes, shape, stream);
   }

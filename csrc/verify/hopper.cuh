@@ -68,7 +68,6 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
   using namespace cute;
   using Element = typename T::Element;
   using Mma = typename T::Mma;
-  constexpr int kTileKeys = T::kTileKeys;
   const int group = cutlass::canonical_warp_group_idx() - 1;
   const int thread = threadIdx.x % kGroupThreads;
   const int warp = thread / 32;
@@ -414,13 +413,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       cute::prefetch_tma_descriptor(&boxes.v);
     }
   }
-  cudaGridDependencySynchronize();
-  cudaTriggerProgrammaticLaunchCompletion();
-  find_share(p, w, shared.share, shared.segments[0], reinterpret_cast<uint64_t*>(shared.keys));
   __syncthreads();
-
   if (threadIdx.x < kGroupThreads) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    cudaGridDependencySynchronize();
+    cudaTriggerProgrammaticLaunchCompletion();
+    static_assert(kPlanThreads == kGroupThreads);
+    const auto sync = [] { cutlass::arch::NamedBarrier::sync(kGroupThreads, kProducerBarrier); };
+    find_share(p, w, shared.share, shared.segments[0], reinterpret_cast<uint64_t*>(shared.keys), sync);
+    sync();
     if (threadIdx.x / 32 < kFirstGuideWarp) {
       load_tiles<T>(p, w, boxes, shared);
     } else if (guided) {

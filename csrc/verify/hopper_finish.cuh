@@ -80,7 +80,7 @@ __device__ inline void merge_row(const VegasVerifyParams& p, const Workspace& w,
 
 // logits[b, key] = sum of the KV heads' parts, in their order.
 __device__ inline void reduce_dump(const VegasVerifyParams& p, const Workspace& w, int b, int part, int parts) {
-  const VerifyRequest request = request_of(p, w, b);
+  const VerifyRequest request = request_of(p, b);
   float* logits = static_cast<float*>(p.logits) + b * p.logits_stride[0];
   const float* sums = w.dump + int64_t{b} * p.cache.num_heads_kv * w.dump_stride;
   for (int64_t key = (int64_t{part} * kFinishThreads + threadIdx.x) * 4; key < request.dump_len;
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   i /= p.cache.num_heads_kv;
   const int row_tile = i % row_tiles;
   const int b = i / row_tiles;
-  const VerifyRequest request = request_of(p, w, b);
+  const VerifyRequest request = request_of(p, b);
   const RequestUnits units(p, w, request);
   if (units.units == 1 || row_tile >= units.row_tiles) return;
   if (row < w.tile_rows) {

@@ -38,8 +38,8 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
                                                 SharedMemory<T>& shared) {
   using Element = typename T::Element;
   constexpr int kSteps = T::kHeadDim / 16;
-  constexpr int kProducts = T::kTileKeys / 16 / kGuideWarps;  // of 16 keys, of a warp
-  constexpr int kOwnKeys = kProducts / 2;                     // of a lane
+  constexpr int kProducts = kTileKeys / 16 / kGuideWarps;  // of 16 keys, of a warp
+  constexpr int kOwnKeys = kProducts / 2;                  // of a lane
   const int lane = threadIdx.x % 32;
   const int guide_warp = threadIdx.x / 32 - kFirstGuideWarp;
   const int first_row = guide_warp * kProducts * 16;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
   const int own_product = lane % 4 % kProducts;
   const int own_half = lane % 4 / kProducts;
   const int own_column = first_row + 16 * own_product + lane / 4 + 8 * own_half;
-  const int lane_offset = swizzled_offset<T::kTileKeys>(first_row + lane % 16, lane / 16);
+  const int lane_offset = swizzled_offset<kTileKeys>(first_row + lane % 16, lane / 16);
   const bool token = p.dump == VEGAS_DUMP_TOKEN;
   int parity = 0;
   RingPosition<T::kStages> ring;
@@ -80,23 +80,41 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     const int end_key = s.request.end_key;
     const int live_end = s.live_end;
     int key = s.key_of(s.live_begin) + own_column;
-    for (int tile = s.live_begin; tile < live_end; ++tile, key += T::kTileKeys) {
+    for (int tile = s.live_begin; tile < live_end; ++tile, key += kTileKeys) {
       wait_barrier(shared.keys_full[ring.stage], ring.phase);
       const char* keys = shared.keys[ring.stage] + lane_offset;
-      float x[kProducts][4] = {};
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
+      // Fragments are read one step ahead of the products, and those of even and odd steps are chains of their own.
+      uint32_t fragments[2][kProducts][4];
+      const auto read = [&](int k) {
 #pragma unroll
         for (int m = 0; m < kProducts; ++m) {
-          uint32_t a[4];
           // The swizzle depends on the row within 8 alone, so 16 rows further is 2048 bytes further.
           const int moved = (lane_offset ^ 32 * (k % 4)) - lane_offset;
-          portable::load_matrices(a, keys + moved + k / 4 * (T::kTileKeys * 128) + m * 2048);
-          portable::mma<Element>(x[m], a, query[k][0], query[k][1]);
+          portable::load_matrices(fragments[k % 2][m], keys + moved + k / 4 * (kTileKeys * 128) + m * 2048);
+        }
+      };
+      float x[kProducts][4] = {};
+      float odd[kProducts][4] = {};
+      read(0);
+      uint32_t valid = 0;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        if (k + 1 < kSteps) {
+          read(k + 1);
+        } else {
+          valid = shared.valid[ring.stage].words[own_column / 32] >> own_column % 32;
+          arrive_as_warp(shared.keys_empty[ring.stage]);
+        }
+#pragma unroll
+        for (int m = 0; m < kProducts; ++m) {
+          portable::mma<Element>(k % 2 ? odd[m] : x[m], fragments[k % 2][m], query[k][0], query[k][1]);
         }
       }
-      const uint32_t valid = shared.valid[ring.stage].words[own_column / 32] >> own_column % 32;
-      arrive_as_warp(shared.keys_empty[ring.stage]);
+#pragma unroll
+      for (int m = 0; m < kProducts; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[m][i] += odd[m][i];
+      }
       ring.advance();
 
       if (token) {
@@ -145,7 +163,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
       for (int step = 1; step < 32; step *= 2) portable::merge_lanes(norm[g], step);
       if (guide_warp > 0 && lane == 0) shared.guide_norm[parity][g] = norm[g];
     }
-    cutlass::arch::NamedBarrier::sync(32 * kGuideWarps, cutlass::arch::ReservedNamedBarriers::FirstUserBarrier);
+    cutlass::arch::NamedBarrier::sync(32 * kGuideWarps, kGuideBarrier);
     if (guide_warp == 0 && lane < s.request.num_guides) {
       const RowNorm mine = lane == 0 ? norm[0] : norm[1];
       const RowNorm other = shared.guide_norm[parity][lane];

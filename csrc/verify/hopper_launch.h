@@ -19,9 +19,6 @@ inline int row_groups_for(int64_t rows, int head_dim) {
 
 constexpr int ctas_per_sm(int row_groups, int head_dim) { return row_groups == 1 && head_dim <= 128 ? 2 : 1; }
 
-// Keys of a tile: as many as accumulators of the scores leave room for.
-constexpr int tile_keys(int row_groups, int head_dim) { return 64; }
-
 struct LaunchShape {
   int row_groups;
   int grid;         // CTAs of the attention kernel

@@ -19,7 +19,6 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
   const int lane = threadIdx.x % 32;
   int value_warp = threadIdx.x / 32 == kValueWarp;
   const int num_pages = p.cache.num_pages < INT_MAX ? static_cast<int>(p.cache.num_pages) : INT_MAX;
-  constexpr int kTileKeys = T::kTileKeys;
   constexpr int kKeysPerLane = kTileKeys / 32;
   constexpr int kRowsPerCopy = 32 / T::kSegments;
   const int segment = lane % T::kSegments;

@@ -13,8 +13,10 @@ using portable::SplitMode;
 using portable::SplitRule;
 using portable::VerifyRequest;
 
+constexpr int kTileKeys = 64;
 constexpr int kInvariantKeys = 2048;  // of a chunk where results must not depend on other requests
-constexpr int kMinShareKeys = 256;    // of a CTA where there is little work
+constexpr int kPlanThreads = 128;
+constexpr int kMinShareKeys = 256;  // of a CTA where there is little work
 
 // CTAs work in teams: the CTAs of a team read the same keys of as many KV heads at the same time, which memory serves
 // best since a token's heads lie side by side. A team takes one contiguous share of the list of all units: requests,
@@ -29,8 +31,7 @@ struct Workspace {
   float* dump;            // (batch, num_heads_kv, dump_stride): the KV heads' parts of a summed dump
   int64_t dump_stride;
   SplitRule rule;
-  int team;  // CTAs, a divisor of the KV heads
-  int tile_keys;
+  int team;        // CTAs, a divisor of the KV heads
   int group_rows;  // packed rows of a row tile: a multiple of 64
   int tile_rows;   // of which this many can be in use
   int norm_rows;
@@ -47,9 +48,9 @@ struct RequestUnits {
 
   __device__ RequestUnits(const VegasVerifyParams& p, const Workspace& w, const VerifyRequest& request) {
     row_tiles = request.row_tiles(p, w.group_rows);
-    tiles = max(1, ceil_div(request.end_key - request.first_key, w.tile_keys));
+    tiles = max(1, ceil_div(request.end_key - request.first_key, kTileKeys));
     unit_tiles = 1;
-    if (w.rule.mode == SplitMode::kInvariant) unit_tiles = kInvariantKeys / w.tile_keys;
+    if (w.rule.mode == SplitMode::kInvariant) unit_tiles = kInvariantKeys / kTileKeys;
     if (w.rule.mode == SplitMode::kForced) unit_tiles = ceil_div(tiles, w.rule.num_splits);
     units = ceil_div(tiles, unit_tiles);
     all = units * row_tiles * (p.cache.num_heads_kv / w.team);
@@ -57,9 +58,9 @@ struct RequestUnits {
 };
 
 // A request whose tiles start where a box of a page may.
-__device__ inline VerifyRequest request_of(const VegasVerifyParams& p, const Workspace& w, int b) {
+__device__ inline VerifyRequest request_of(const VegasVerifyParams& p, int b) {
   VerifyRequest request(p, b);
-  request.first_key = request.first_key / w.tile_keys * w.tile_keys;
+  request.first_key = request.first_key / kTileKeys * kTileKeys;
   return request;
 }
 
@@ -75,7 +76,6 @@ struct Share {
 struct Segment {
   VerifyRequest request;
   int index;  // of the request; -1: no more segments
-  int tile_keys;
   int packed_rows;
   int row_tile;
   int kv_head;
@@ -97,7 +97,7 @@ struct Segment {
     first = position - left;
     last = min(position + right, request.keys - 1);
   }
-  __device__ int key_of(int tile) const { return request.first_key + tile * tile_keys; }
+  __device__ int key_of(int tile) const { return request.first_key + tile * kTileKeys; }
 };
 
 // Takes the next segment of this CTA off its team's share, which starts within the request.
@@ -111,7 +111,6 @@ __device__ inline Segment cut_segment(const VegasVerifyParams& p, const Workspac
   const int run = balanced ? min(units.units - unit, left.end - left.begin) : 1;
   s.request = request;
   s.index = left.request;
-  s.tile_keys = w.tile_keys;
   s.packed_rows = s.request.packed_rows(p);
   s.row_tile = pair % units.row_tiles;
   s.kv_head = pair / units.row_tiles * w.team + blockIdx.x % w.team;
@@ -132,8 +131,8 @@ __device__ inline Segment cut_segment(const VegasVerifyParams& p, const Workspac
   const int end = s.first_tile + s.tiles;
   s.live_begin = s.live_end = s.first_tile;
   if (s.last_seen >= s.first_seen) {
-    const int first = (max(s.first_seen, s.request.first_key) - s.request.first_key) / w.tile_keys;
-    const int last = (s.last_seen - s.request.first_key) / w.tile_keys;
+    const int first = (max(s.first_seen, s.request.first_key) - s.request.first_key) / kTileKeys;
+    const int last = (s.last_seen - s.request.first_key) / kTileKeys;
     s.live_begin = min(max(first, s.first_tile), end);
     s.live_end = max(s.live_begin, min(last + 1, end));
   }
@@ -142,7 +141,7 @@ __device__ inline Segment cut_segment(const VegasVerifyParams& p, const Workspac
 
 __device__ inline Segment next_segment(const VegasVerifyParams& p, const Workspace& w, Share& left) {
   while (left.begin < left.end) {
-    const VerifyRequest request = request_of(p, w, left.request);
+    const VerifyRequest request = request_of(p, left.request);
     const RequestUnits units(p, w, request);
     if (left.begin - left.request_begin < units.all) return cut_segment(p, w, request, units, left);
     left.request_begin += units.all;
@@ -153,24 +152,25 @@ __device__ inline Segment next_segment(const VegasVerifyParams& p, const Workspa
   return none;
 }
 
-// Called by all threads: finds the CTA's share and its first segment, which are there after the next barrier. `scratch`
-// is shared memory, 8 bytes a warp.
+// Called by the first kPlanThreads threads, which `sync` makes wait for each other: finds the CTA's share and its first
+// segment, which are there after the next barrier. `scratch` is shared memory, 8 bytes a warp.
+template <class Sync>
 __device__ inline void find_share(const VegasVerifyParams& p, const Workspace& w, Share& share, Segment& segment,
-                                  uint64_t* scratch) {
-  const int threads = blockDim.x;
+                                  uint64_t* scratch, const Sync& sync) {
+  constexpr int threads = kPlanThreads;
   const int teams = gridDim.x / w.team;
   const auto look = [&](int b, VerifyRequest& request) {
     if (b >= p.batch) return 0;
-    request = request_of(p, w, b);
+    request = request_of(p, b);
     return RequestUnits(p, w, request).all;
   };
   VerifyRequest request;
   int mine = 0;
   for (int b = threadIdx.x; b < p.batch; b += threads) mine += look(b, request);
   uint64_t total;
-  int at = static_cast<int>(block_scan(mine, &total, scratch));
+  int at = static_cast<int>(block_scan(mine, &total, scratch, threads, sync));
   const int all = static_cast<int>(total);
-  const int least = w.rule.mode == SplitMode::kBalanced ? kMinShareKeys / w.tile_keys : 1;
+  const int least = w.rule.mode == SplitMode::kBalanced ? kMinShareKeys / kTileKeys : 1;
   const int size = max(least, ceil_div(all, teams));
   const int begin = min(all, static_cast<int>(blockIdx.x) / w.team * size);
   if (blockIdx.x == 0 && threadIdx.x == 0) *w.share = size;
@@ -184,7 +184,7 @@ __device__ inline void find_share(const VegasVerifyParams& p, const Workspace& w
     if (p.batch > threads) {
       mine = look(b, request);
       uint64_t sum;
-      at = before + static_cast<int>(block_scan(mine, &sum, scratch));
+      at = before + static_cast<int>(block_scan(mine, &sum, scratch, threads, sync));
       before += static_cast<int>(sum);
     }
     if (b >= p.batch) continue;

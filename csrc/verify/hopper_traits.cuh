@@ -22,6 +22,9 @@ constexpr int kKeyWarp = 0;
 constexpr int kValueWarp = 1;
 constexpr int kFirstGuideWarp = 2;
 constexpr int kGuideWarps = 2;
+// Named barriers of parts of the CTA; a softmax group's own is 1 + group.
+constexpr int kProducerBarrier = 1 + kMaxRowGroups;
+constexpr int kGuideBarrier = kProducerBarrier + 1;
 constexpr int kSegmentSlots = 3;  // segments that the CTA's roles may be apart
 
 // One kernel: query type, padded head dimension, and how many warpgroups own 64 packed rows each.
@@ -31,7 +34,6 @@ struct Traits {
   using Mma = std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowGroups = kRowGroups_;
-  static constexpr int kTileKeys = tile_keys(kRowGroups, kHeadDim);
   static constexpr int kRows = 64 * kRowGroups;
   static constexpr int kThreads = kGroupThreads * (1 + kRowGroups);
   // One row group leaves room for two CTAs, whose softmax and products then overlap.
@@ -94,7 +96,7 @@ struct SharedMemory {
   alignas(1024) char keys[T::kStages][T::kTileBytes];
   alignas(1024) char values[T::kStages][T::kTileBytes];
   alignas(1024) char query[T::kRowGroups][64 * T::kHeadDim * 2];
-  KeyMask<T::kTileKeys> valid[T::kStages];
+  KeyMask<kTileKeys> valid[T::kStages];
   uint64_t keys_full[T::kStages];
   uint64_t keys_empty[T::kStages];
   uint64_t values_full[T::kStages];
