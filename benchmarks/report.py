@@ -30,13 +30,16 @@ Record = dict[str, Any]
 def sources_hash(root: Path = ROOT) -> str:
     """First 16 hex digits of the sha256 over the sources of the kernels and of their bindings.
 
-    Equal to: git ls-files csrc vegas_ops/ops.py CMakeLists.txt | LC_ALL=C sort | xargs -d '\\n' cat |
-    sha256sum | cut -c1-16. Without git the same paths are walked, leaving out what a build puts there.
+    Files that are not committed yet count as well. Equal to: git ls-files -co --exclude-standard csrc
+    vegas_ops/ops.py CMakeLists.txt | LC_ALL=C sort | xargs -d '\\n' cat | sha256sum | cut -c1-16. Without git
+    the same paths are walked, leaving out what a build puts there.
     """
     paths: list[str] = []
     if (root / ".git").exists() and shutil.which("git"):
         listing = subprocess.run(
-            ["git", "-C", str(root), "ls-files", "-z", *SOURCES], capture_output=True, text=True
+            ["git", "-C", str(root), "ls-files", "-zco", "--exclude-standard", *SOURCES],
+            capture_output=True,
+            text=True,
         )
         paths = [path for path in listing.stdout.split("\0") if path]
     if not paths:

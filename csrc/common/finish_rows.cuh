@@ -79,12 +79,14 @@ __device__ inline void merge_chunks(const PlanWorkspace& w, const PlannedRequest
   float output[kMaxColumns];
 #pragma unroll
   for (int i = 0; i < kMaxColumns; ++i) output[i] = 0.0f;
+  const float* own = w.partial_output + first * w.head_dim + lane;
+  const int64_t step = stride * w.head_dim;
   const auto add = [&](int chunk, float weight) {
-    const float* values = w.partial_output + (first + chunk * stride) * w.head_dim;
+    const float* values = own + chunk * step;
 #pragma unroll
     for (int i = 0; i < kMaxColumns; ++i) {
       const int d = lane + 32 * i;
-      if (d < w.head_dim) output[i] += values[d] * weight;
+      if (d < w.head_dim) output[i] += values[32 * i] * weight;
     }
   };
   const RowNorm whole = merge_norms(w.partial_norm + first, stride, request.chunks, add);
