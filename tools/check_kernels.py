@@ -93,7 +93,7 @@ def main() -> int:
     if on_stack:
         print(
             f"{len(on_stack)} warp-specialised kernels keep up to {max(on_stack)} bytes on the stack, of "
-            f"{WARP_SPECIALISED_STACK} allowed: cold code of single registers, measured without effect"
+            f"{WARP_SPECIALISED_STACK} allowed"
         )
     return int(bool(spilled or missing or misplaced or not kernels))
 
