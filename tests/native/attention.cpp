@@ -41,6 +41,18 @@ std::vector<int32_t> make_table(Random& random, const std::vector<int32_t>& leng
 
 }  // namespace
 
+std::vector<CacheShape> instantiated_shapes() {
+  std::vector<CacheShape> shapes;
+  for (int head_dim : {64, 128, 256}) {
+    for (VegasDtype dtype : {VEGAS_BFLOAT16, VEGAS_FLOAT16}) {
+      for (bool fp8 : {false, true}) {
+        shapes.push_back({.q_dtype = dtype, .fp8 = fp8, .head_dim = head_dim, .descale = fp8});
+      }
+    }
+  }
+  return shapes;
+}
+
 PagedCache::PagedCache(VegasDevice device, Random& random, const CacheShape& shape, const std::vector<int32_t>& lengths,
                        bool bad_pages)
     : shape_(shape),

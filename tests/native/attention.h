@@ -18,6 +18,9 @@ struct CacheShape {
   VegasDtype dtype() const { return fp8 ? VEGAS_FP8_E4M3 : q_dtype; }
 };
 
+// A shape for every type and head dimension that attention kernels are instantiated for.
+std::vector<CacheShape> instantiated_shapes();
+
 // Keys of every request in pages handed out at random. Slots beyond a length and the whole of page 0 hold NaN;
 // table entries beyond the last page of a request lead out of the cache.
 class PagedCache {

@@ -196,20 +196,19 @@ void check(const SparseCase& c, VegasDevice device, Random& random) {
 std::vector<SparseCase> instances() {
   const int page_sizes[] = {16, 1, 48, 64}, groups[] = {1, 4, 5, 8};
   std::vector<SparseCase> cases;
-  for (int head_dim : {64, 128, 256}) {
-    for (VegasDtype dtype : {VEGAS_BFLOAT16, VEGAS_FLOAT16}) {
-      for (bool fp8 : {false, true}) {
-        const int n = static_cast<int>(cases.size());
-        SparseCase c;
-        c.shape = {dtype, fp8, 1 + n % 3, head_dim, page_sizes[n % 4], n % 2 == 1, fp8};
-        c.group = groups[(n + n / 4) % 4];
-        c.slots = n % 5 < 3;
-        c.holes = n % 2 == 0;
-        c.per_head = n % 3 == 2;
-        if (n % 3 != 1) c.tail_start = {300, 0, 45, 80};
-        cases.push_back(c);
-      }
-    }
+  for (const CacheShape& shape : instantiated_shapes()) {
+    const int n = static_cast<int>(cases.size());
+    SparseCase c;
+    c.shape = shape;
+    c.shape.heads_kv = 1 + n % 3;
+    c.shape.page_size = page_sizes[n % 4];
+    c.shape.heads_first = n % 2 == 1;
+    c.group = groups[(n + n / 4) % 4];
+    c.slots = n % 5 < 3;
+    c.holes = n % 2 == 0;
+    c.per_head = n % 3 == 2;
+    if (n % 3 != 1) c.tail_start = {300, 0, 45, 80};
+    cases.push_back(c);
   }
   return cases;
 }

@@ -361,23 +361,22 @@ void check(const VerifyCase& c, VegasDevice device, Random& random) {
 
 // A case for every kernel that is instantiated: types, head dims, and numbers of packed rows.
 std::vector<VerifyCase> instances() {
-  const int rows[] = {3, 7, 12, 12, 20}, groups[] = {4, 4, 5, 8, 8}, head_dims[] = {64, 128, 256};
+  const int rows[] = {3, 7, 12, 12, 20}, groups[] = {4, 4, 5, 8, 8};
   const int page_sizes[] = {16, 1, 48, 64};
   std::vector<VerifyCase> cases;
-  for (int head_dim : head_dims) {
-    for (VegasDtype dtype : {VEGAS_BFLOAT16, VEGAS_FLOAT16}) {
-      for (bool fp8 : {false, true}) {
-        for (int i = 0; i < (head_dim == 256 ? 1 : 5); ++i) {
-          const int n = static_cast<int>(cases.size());
-          VerifyCase c;
-          c.shape = {dtype, fp8, 1 + n % 2, head_dim, page_sizes[n % 4], n % 3 == 0, fp8};
-          c.group = groups[i];
-          c.q_lens = {rows[i], 2, 1, 0};
-          c.dump = static_cast<VegasDump>((n + n / 6) % 6);
-          if (!c.summed() && n % 4 != 1) c.logits_dtype = VEGAS_BFLOAT16;
-          cases.push_back(c);
-        }
-      }
+  for (const CacheShape& shape : instantiated_shapes()) {
+    for (int i = 0; i < (shape.head_dim == 256 ? 1 : 5); ++i) {
+      const int n = static_cast<int>(cases.size());
+      VerifyCase c;
+      c.shape = shape;
+      c.shape.heads_kv = 1 + n % 2;
+      c.shape.page_size = page_sizes[n % 4];
+      c.shape.heads_first = n % 3 == 0;
+      c.group = groups[i];
+      c.q_lens = {rows[i], 2, 1, 0};
+      c.dump = static_cast<VegasDump>((n + n / 6) % 6);
+      if (!c.summed() && n % 4 != 1) c.logits_dtype = VEGAS_BFLOAT16;
+      cases.push_back(c);
     }
   }
   return cases;
