@@ -470,6 +470,12 @@ def parse_arguments(
     arguments = parser.parse_args(argv)
     if arguments.device is None:
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("`--device` must be cpu: this torch sees no GPU")
+    if arguments.seconds is not None and arguments.seconds < 0:
+        parser.error(f"`--seconds` must be 0 or more, got {arguments.seconds}")
+    if arguments.pool_gb is not None and arguments.pool_gb <= 0:
+        parser.error(f"`--pool-gb` must be above 0, got {arguments.pool_gb}")
     if arguments.cpu_time and (arguments.device != "cpu" or torch.get_num_threads() != 1):
         parser.error(
             "`--cpu-time` must go with --device cpu and OMP_NUM_THREADS=1, "

@@ -88,7 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--texts", type=Path, help="folder of .txt files (default: Python's own library sources)"
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: %(default)s",
+    )
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), help="default: float32 on the CPU, else the model's"
     )
@@ -97,17 +102,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--context", type=int, default=24_576, help="tokens of every prompt")
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128, help="of every request (default: %(default)s)")
     parser.add_argument("--policies", nargs="+", default=["vegas", "vegas-lookahead"])
-    parser.add_argument("--gamma", type=int, default=6)
-    parser.add_argument("--ratio", type=float, default=0.07)
+    parser.add_argument("--gamma", type=int, default=6, help="drafts a round (default: %(default)s)")
+    parser.add_argument(
+        "--ratio", type=float, default=0.07, help="of the cache drafts read (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.policies if name not in POLICIES]
     if unknown:
         parser.error(f"--policies must be of {', '.join(POLICIES)}, got {', '.join(unknown)}")
-    if min(*arguments.batch, arguments.context, arguments.new_tokens - 1, arguments.gamma) < 1:
-        parser.error("--batch, --context and --gamma must be at least 1, --new-tokens at least 2")
+    for name, value, least in (
+        *(("--batch", batch, 1) for batch in arguments.batch),
+        ("--context", arguments.context, 1),
+        ("--new-tokens", arguments.new_tokens, 2),
+        ("--gamma", arguments.gamma, 1),
+    ):
+        if value < least:
+            parser.error(f"{name} must be at least {least}, got {value}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device must be cpu: this torch sees no GPU")
     console = Console(highlight=False)
     session = Session(
         arguments.model,
@@ -116,6 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         batch_invariant=arguments.batch_invariant,
     )
     texts = sorted(arguments.texts.glob("*.txt")) if arguments.texts else []
+    if arguments.texts and not texts:
+        parser.error(f"--texts must be a folder that holds .txt files, got {arguments.texts}")
     text = "\n\n".join(read_text(path) for path in texts) if texts else standard_library_text()
     ids = session.tokenizer.encode(text)
     room = session.model.max_position - arguments.new_tokens
