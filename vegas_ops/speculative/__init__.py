@@ -3,7 +3,7 @@
 from vegas_ops.speculative.acceptance import Accepted, accept_greedy, accept_sampled
 from vegas_ops.speculative.kv_cache import CacheSequence, OutOfPages, PagedKVCache
 from vegas_ops.speculative.loop import SpeculativeDecoder
-from vegas_ops.speculative.model import Attend, Model
+from vegas_ops.speculative.model import Attend, LayerAttention, Model
 from vegas_ops.speculative.policies import (
     POLICIES,
     VEGAS,
@@ -27,6 +27,7 @@ __all__ = [
     "Attend",
     "CacheSequence",
     "Full",
+    "LayerAttention",
     "Model",
     "OutOfPages",
     "PagedKVCache",

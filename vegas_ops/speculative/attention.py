@@ -11,7 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vegas_ops import ops
 from vegas_ops.speculative.kv_cache import CacheSequence, PagedKVCache
-from vegas_ops.speculative.model import Model
+from vegas_ops.speculative.model import Model, layer_attention, selecting_layers
 from vegas_ops.speculative.policies import Selection, Verified, budget
 from vegas_ops.speculative.request import Request
 
@@ -82,20 +82,21 @@ def _workspace(
 class PrefillContext:
     """A chunk of one prompt; nothing is dumped.
 
-    On a GPU torch's own attention serves many rows best, over gathered pages. On the CPU the
-    verification's kernel does (fp32, 512 rows over 16K keys, one core: 1.7 times as fast as the
-    best formulation in torch, bf16: level), and a text that is computed anew gets the same bits.
+    On a GPU torch's own attention serves many rows of a plain layer best, over gathered pages. On
+    the CPU the verification's kernel does (fp32, 512 rows over 16K keys, one core: 1.7 times as fast
+    as the best formulation in torch, bf16: level), and a text that is computed anew gets the same bits.
     """
 
     def __init__(self, model: Model, cache: PagedKVCache, request: Request, n: int) -> None:
         self.model, self.cache, self.sequence = model, cache, sequence_of(request)
         self.rows = Rows(cache, [request], [self.sequence.length], [n])
+        self.layers = layer_attention(model)
         self.by_torch = cache.device.type != "cpu"
         self._bias: Tensor | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.append(layer, self.rows.slots, k, v)
-        if self.by_torch:
+        if self.by_torch and self.layers[layer].plain:
             return self._torch_attention(layer, q)
         return ops.flash_attn_with_logit_dump(
             q,
@@ -110,6 +111,7 @@ class PrefillContext:
             k_descale=self.cache.k_descale,
             v_descale=self.cache.v_descale,
             dump="none",
+            **self.layers[layer].options,
         )[0]
 
     def _torch_attention(self, layer: int, q: Tensor) -> Tensor:
@@ -147,7 +149,10 @@ class VerifyGroup:
         seeds: Tensor,
         rounds: Tensor,
     ) -> None:
-        self.model, self.rows, self.requests, self.selects = model, rows, requests, selects
+        self.model, self.rows, self.requests = model, rows, requests
+        self.layers, selecting = layer_attention(model), selecting_layers(model)
+        self.place = {layer: i for i, layer in enumerate(selecting)}  # in what is dumped
+        self.selects = selects = selects and bool(selecting)
         policy, batch, device = requests[0].policy, len(requests), rows.cache.device
         hints = [q.selection.guide_lse for q in requests if q.selection is not None]
         known = [hint for hint in hints if hint is not None]
@@ -159,7 +164,7 @@ class VerifyGroup:
         num_candidates = [n - q_len + 1 for n, q_len in zip(keys, q_lens, strict=True)]
         self.seqused_k = rows.seqused_k[self.batch]
         total_q, width = self.span.stop - self.span.start, max(keys)
-        layers, heads_q, heads_kv = model.num_layers, model.num_heads_q, model.num_heads_kv
+        layers, heads_q, heads_kv = len(selecting), model.num_heads_q, model.num_heads_kv
         shape = {
             "token": (layers, batch, width),
             "token_weight": (layers, batch, width),
@@ -189,12 +194,13 @@ class VerifyGroup:
             seeds=seeds,
             rounds=rounds,
             num_heads_kv=heads_kv,
+            sinks=_stacked_sinks(model, selecting),
             workspaces=rows.cache.workspaces,
         )
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         cache, v = self.rows.cache, self.verified
-        hint = v.hint if v.dump == "token_weight" else None
+        i = self.place.get(layer)
         ops.flash_attn_with_logit_dump(
             q[self.span],
             cache.k[layer],
@@ -207,16 +213,26 @@ class VerifyGroup:
             softmax_scale=self.model.softmax_scale,
             k_descale=cache.k_descale,
             v_descale=cache.v_descale,
-            dump=v.dump,
-            guide_lse_hint=None if hint is None else hint[layer],
-            dump_rows=v.dump_rows,
-            dump_len=self.dump_len,
             out=out[self.span],
-            lse=v.lse[layer],
-            logits=None if v.logits is None else v.logits[layer],
-            guide_lse=None if v.guide_lse is None else v.guide_lse[layer],
+            lse=None if i is None else v.lse[i],
             workspace=_workspace(self.model, cache, "flash_attn_with_logit_dump", v.rows, v.seqused_k),
+            **self.layers[layer].options,
+            **self._dump(i),
         )
+
+    def _dump(self, i: int | None) -> dict[str, Any]:
+        """Arguments of the dump into the i-th place."""
+        v = self.verified
+        if i is None or v.logits is None:
+            return {"dump": "none"}
+        return {
+            "dump": v.dump,
+            "dump_rows": v.dump_rows,
+            "dump_len": self.dump_len,
+            "guide_lse_hint": v.hint[i] if v.dump == "token_weight" and v.hint is not None else None,
+            "logits": v.logits[i],
+            "guide_lse": None if v.guide_lse is None else v.guide_lse[i],
+        }
 
     def select(self) -> None:
         """Gives every request of the group its next selection."""
@@ -230,6 +246,15 @@ class VerifyGroup:
         window = policy.look_ahead_window(self.requests[0].gamma)
         for request, selection in zip(self.requests, policy.select(v, budgets, window), strict=True):
             request.selection = selection
+
+
+def _stacked_sinks(model: Model, layers: Sequence[int]) -> Tensor | None:
+    """(len(layers), num_heads_q), -inf where a layer has none; None if no layer has any."""
+    sinks = [layer_attention(model)[i].sinks for i in layers]
+    if all(s is None for s in sinks):
+        return None
+    absent = torch.full((model.num_heads_q,), -torch.inf, device=model.device)
+    return torch.stack([absent if s is None else s for s in sinks])
 
 
 class VerifyContext:
@@ -255,6 +280,8 @@ class DraftGroup:
 
     def __init__(self, model: Model, rows: Rows, begin: int, requests: Sequence[Request]) -> None:
         self.model, self.rows, self.policy = model, rows, requests[0].policy
+        self.layers = layer_attention(model)
+        self.place = {layer: i for i, layer in enumerate(selecting_layers(model))}
         self.batch = slice(begin, begin + len(requests))
         selections: list[Selection] = []
         for request in requests:
@@ -268,6 +295,9 @@ class DraftGroup:
         self.tail_start = to_device([s.tail_start for s in selections], torch.int32, device)
         self.max_k = max(s.budget for s in selections)
         self.k = to_device([s.budget for s in selections], torch.int32, device)
+        # Of a window's layer: no list, and a tail that the window clips.
+        self.nothing = self.indices.new_empty((len(requests), 0))
+        self.zeros = torch.zeros_like(self.tail_start)
 
     def _choose(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """The list of a policy that chooses anew for this very query."""
@@ -288,23 +318,28 @@ class DraftGroup:
             dump_len=self.tail_start,
             workspace=_workspace(self.model, cache, "flash_attn_with_logit_dump", [1] * batch, [keys]),
             logits=q.new_empty((batch, self.model.num_heads_q, 2, keys), dtype=torch.float32),
+            **self.layers[layer].options,
         )
         assert logits is not None
-        return self.policy.choose(logits, lse, self.tail_start, self.k, self.max_k)
+        sinks = self.layers[layer].sinks
+        return self.policy.choose(logits, lse, sinks, self.tail_start, self.k, self.max_k)
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         cache, rows, q = self.rows.cache, self.rows, q[self.batch]
-        if self.policy.chooses_per_step:
+        tail_start = self.tail_start
+        if layer not in self.place:
+            indices, length, tail_start = self.nothing, self.zeros, self.zeros
+        elif self.policy.chooses_per_step:
             indices, length = self._choose(layer, q)
         else:
-            indices, length = self.indices[layer], self.length[layer]
+            indices, length = self.indices[self.place[layer]], self.length[self.place[layer]]
         ops.sparse_paged_decode(
             q,
             cache.k[layer],
             cache.v[layer],
             indices,
             length,
-            tail_start=self.tail_start,
+            tail_start=tail_start,
             seqused_k=rows.seqused_k[self.batch],
             block_table=rows.block_table[self.batch],
             # Token indices outlive the pages that they lie in.
@@ -321,6 +356,7 @@ class DraftGroup:
                 rows.keys[self.batch],
                 indices.shape[-1],
             ),
+            **self.layers[layer].options,
         )
 
 

@@ -31,7 +31,7 @@ from vegas_ops.speculative.attention import (
     to_device,
 )
 from vegas_ops.speculative.kv_cache import OutOfPages, PagedKVCache
-from vegas_ops.speculative.model import Model
+from vegas_ops.speculative.model import Model, layer_attention
 from vegas_ops.speculative.request import FinishReason, Request
 from vegas_ops.speculative.sampling import (
     ACCEPT,
@@ -167,7 +167,8 @@ class SpeculativeDecoder:
     # One iteration
 
     def _iterate(self, requests: list[Request]) -> list[tuple[Request, list[int]]]:
-        r = _Round(requests, self.model.vocab_size, self.max_position, self.cache.device)
+        windows = [layer.window for layer in layer_attention(self.model)]
+        r = _Round(requests, self.model.vocab_size, self.max_position, windows, self.cache.device)
         clock = [self._now()]
         self._draft(r)
         clock.append(self._now())
@@ -236,7 +237,6 @@ class SpeculativeDecoder:
         if request.forced_tokens is not None and not failed:
             done = len(request.tokens) - len(request.prompt)
             emitted = list(request.forced_tokens[done : done + count + 1])
-        keys = len(request.tokens) + r.num_drafts[i]
         reason: FinishReason | None = "error" if failed else None
         new: list[int] = []
         for token in emitted:
@@ -252,8 +252,9 @@ class SpeculativeDecoder:
         statistics = request.statistics
         if not prompt_pass:
             statistics.count(r.num_drafts[i], count, len(new))
-            statistics.draft_bytes += r.draft_reads[i] * self.cache.bytes_per_token
-            statistics.verify_bytes += keys * self.cache.bytes_per_token
+            layer_bytes = self.cache.bytes_per_token // self.model.num_layers
+            statistics.draft_bytes += r.draft_reads[i] * layer_bytes
+            statistics.verify_bytes += r.verify_reads[i] * layer_bytes
         if reason is None and statistics.iterations == request.max_iterations:
             reason = "iterations"
         if reason is not None:
@@ -352,13 +353,21 @@ class _Round:
     """
 
     def __init__(
-        self, requests: list[Request], vocab_size: int, max_position: int, device: torch.device
+        self,
+        requests: list[Request],
+        vocab_size: int,
+        max_position: int,
+        windows: Sequence[int | None],
+        device: torch.device,
     ) -> None:
         self.requests = requests
         self.num_drafts = [request.num_drafts(max_position) for request in requests]
-        self.draft_reads = [
-            request.draft_reads(g) for request, g in zip(requests, self.num_drafts, strict=True)
-        ]
+        # Cached tokens that attention reads, summed over layers.
+        self.draft_reads, self.verify_reads = [], []
+        for request, g in zip(requests, self.num_drafts, strict=True):
+            keys = len(request.tokens) + g
+            self.draft_reads.append(request.draft_reads(g, windows))
+            self.verify_reads.append(sum(keys if w is None else min(keys, w + g) for w in windows))
         width = max(self.num_drafts)
         pending = [[request.tokens[-1]] + [0] * width for request in requests]
         self.table = to_device(pending, torch.int64, device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,37 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 attends as the running phase (prompt, verification, draft) demands."""
 
 
+class LayerAttention(NamedTuple):
+    """What a layer's attention adds to the softmax over all keys.
+
+    window: keys that a row sees, its own among them; None is all. softcap: 0 is off. sinks:
+    (num_heads_q,) fp32 or None.
+    """
+
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.window is None and self.softcap == 0 and self.sinks is None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the attention ops."""
+        window_size = (-1, -1) if self.window is None else (self.window - 1, 0)
+        return {"window_size": window_size, "softcap": self.softcap, "sinks": self.sinks}
+
+
 class Model(Protocol):
     """A decoder-only model whose attention layers call `attend` once each, in order.
 
     The driver owns the cache and the attention; everything else is the model's. `n` rows belong to
     several requests; a row's result must not depend on the other rows.
+
+    A model may have `layer_attention`, one `LayerAttention` per layer, for windows, softcap and
+    sinks. Layers with a window draft with their window; the others get selections, and a model
+    that has no others is decoded plainly.
     """
 
     num_layers: int
@@ -38,3 +64,13 @@ class Model(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden (n, hidden) -> logits (n, vocab_size) fp32."""
         ...
+
+
+def layer_attention(model: Model) -> Sequence[LayerAttention]:
+    """The model's, or plain attention in every layer."""
+    return getattr(model, "layer_attention", None) or [LayerAttention()] * model.num_layers
+
+
+def selecting_layers(model: Model) -> list[int]:
+    """Layers that see every key: those that drafts select for."""
+    return [i for i, layer in enumerate(layer_attention(model)) if layer.window is None]

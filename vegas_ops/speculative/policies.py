@@ -49,7 +49,8 @@ class Verified:
 
     logits: the dump; lse: (layers, num_heads_q, total_q); guide_lse and hint: (layers, batch, 2,
     num_heads_kv) or None; rows: query rows of each request; num_candidates: `candidates` on the
-    host; seqused_k: keys, on the host; seeds and rounds: (batch,) int64, for random policies.
+    host; seqused_k: keys, on the host; seeds and rounds: (batch,) int64, for random policies;
+    sinks: (layers, num_heads_q) or None. Layers with a window are not among the layers.
     """
 
     dump: Dump
@@ -66,6 +67,7 @@ class Verified:
     seeds: Tensor
     rounds: Tensor
     num_heads_kv: int
+    sinks: Tensor | None
     workspaces: Workspaces
 
     @property
@@ -99,7 +101,15 @@ class Policy:
         """One selection per request; budgets: its number of tokens per layer (and KV head)."""
         raise NotImplementedError
 
-    def choose(self, logits: Tensor, lse: Tensor, candidates: Tensor, k: Tensor, max_k: int) -> Any:
+    def choose(
+        self,
+        logits: Tensor,
+        lse: Tensor,
+        sinks: Tensor | None,
+        candidates: Tensor,
+        k: Tensor,
+        max_k: int,
+    ) -> Any:
         """(indices, length) of one draft step in one layer, from its own "rows" dump."""
         raise NotImplementedError
 
@@ -162,11 +172,19 @@ class TopkOracle(Policy):
         empty = [_no_list(verified, n) for n in verified.num_candidates]
         return [s._replace(budget=k) for s, k in zip(empty, budgets, strict=True)]
 
-    def choose(self, logits: Tensor, lse: Tensor, candidates: Tensor, k: Tensor, max_k: int) -> Any:
+    def choose(
+        self,
+        logits: Tensor,
+        lse: Tensor,
+        sinks: Tensor | None,
+        candidates: Tensor,
+        k: Tensor,
+        max_k: int,
+    ) -> Any:
         rows = torch.arange(candidates.shape[0] + 1, dtype=torch.int32, device=logits.device)
         return ops.topk_aggregate_logits(
             logits, dump="rows", seqlens=candidates, k=k, mode="weight", lse=lse, cu_seqlens_q=rows,
-            max_k=max_k,
+            sinks=sinks, max_k=max_k,
         )  # fmt: skip
 
 
@@ -244,6 +262,7 @@ class Vegas(Policy):
             verified, verified.logits, budgets, pool, dump=verified.dump,
             mode="logit" if self.score == "logit" else "weight",
             lse=verified.lse if verified.dump in ("rows", "all") else None,
+            sinks=verified.sinks if self.score == "weight" else None,
             guide_lse=normaliser if verified.dump == "kv_head" else None,
             dump_rows=verified.dump_rows, per_kv_head=self.per_kv_head,
         )  # fmt: skip
@@ -272,7 +291,10 @@ class Vegas(Policy):
             scores = (logits - lse[..., None]).exp().sum(1)
         else:
             if self.score == "weight":
-                logits = (logits - v.lse[:, :, rows].transpose(1, 2)[..., None]).exp()
+                lse = v.lse[:, :, rows].transpose(1, 2)
+                if v.sinks is not None:
+                    lse = torch.logaddexp(lse, v.sinks[:, None])
+                logits = (logits - lse[..., None]).exp()
             scores = self._by_kv_head(v, logits).sum((1, 3))
         if not self.per_kv_head:
             scores = scores.sum(1)

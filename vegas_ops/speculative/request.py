@@ -131,14 +131,15 @@ class Request:
             return 0
         return max(min(self.gamma, self.max_length(max_position) - len(self.tokens) - 1), 0)
 
-    def draft_reads(self, drafts: int) -> int:
-        """Cached tokens that so many drafts read in each layer."""
+    def draft_reads(self, drafts: int, windows: Sequence[int | None]) -> int:
+        """Cached tokens that so many drafts read, summed over layers with these windows."""
         s = self.selection
         if s is None:
             return 0
         keys = [len(self.tokens) + j for j in range(drafts)]
         scanned = sum(keys) if self.policy.chooses_per_step else 0
-        return scanned + sum(s.budget + n - s.tail_start for n in keys)
+        full = scanned + sum(s.budget + n - s.tail_start for n in keys)
+        return sum(full if w is None else sum(min(w, n) for n in keys) for w in windows)
 
     def stops(self) -> bool:
         """Whether the output ends with a stop."""
