@@ -21,6 +21,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
 def test_example_runs(path: Path) -> None:
+    if path.stem.startswith("transformers"):
+        pytest.importorskip("transformers")
     package = Path(vegas_ops.__file__).parents[1]
     result = subprocess.run(
         [sys.executable, str(path)],
@@ -30,7 +32,7 @@ def test_example_runs(path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
-    if path.stem == "loop":
+    if path.stem in ("loop", "transformers_generate"):
         assert "identical: True" in result.stdout
 
 

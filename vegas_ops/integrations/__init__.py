@@ -1,0 +1,1 @@
+"""Adapters for engines, one module each; none is imported unless asked for."""
