@@ -3,6 +3,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+NATIVE := 'csrc/*' 'tests/native/*.cpp' 'tests/native/*.h' 'examples/c/*.c'
 SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
 
 .PHONY: demo test bench lint format clean
@@ -20,12 +21,12 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/native/*.cpp' 'tests/native/*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files $(NATIVE))
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'csrc/*' 'tests/native/*.cpp' 'tests/native/*.h')
+	$(BIN)/clang-format -i $$(git ls-files $(NATIVE))
 
 clean:
 	rm -rf build $(VENV) vegas_ops/*.so

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -81,3 +82,18 @@ def test_instruction_sets_share_no_code() -> None:
         pytest.skip("the library's symbols were stripped")
     # cuda::std is the CUDA headers' own, and never compiled for an instruction set.
     assert not [name for name in code if re.search(r"(?<![\w:])(std|__gnu_cxx)::", name)]
+
+
+@pytest.mark.parametrize("flags", (["-O0"], ["-O2", "-Wall", "-Wextra", "-Werror", "-pedantic-errors"]))
+def test_the_c_example_runs(tmp_path: Path, flags: list[str]) -> None:
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    root, program = Path(__file__).resolve().parents[1], tmp_path / "round"
+    source, rpath = root / "examples" / "c" / "round.c", f"-Wl,-rpath,{LIBRARY.parent}"
+    command = [compiler, "-std=c11", *flags, f"-I{root / 'csrc' / 'include'}", source, LIBRARY, "-lm", rpath]
+    built = subprocess.run([*command, "-o", program], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("error") == 3 and "refused: `softmax_scale`" in ran.stdout
