@@ -13,14 +13,19 @@ from vegas_ops.speculative import (
     VEGAS,
     VEGAS_LOOKAHEAD,
     Full,
+    Pillar,
+    Quest,
     Random,
     Request,
+    SnapKV,
+    SpecExtend,
     SpeculativeDecoder,
     Streaming,
     TopkOracle,
     Vegas,
 )
-from vegas_ops.speculative.policies import ROWS, SCORES, budget
+from vegas_ops.speculative.policies import ROWS, SCORES
+from vegas_ops.speculative.selection import budget
 
 ABLATION = [
     Vegas(score, rows, ahead, per_kv_head)
@@ -37,17 +42,27 @@ def test_the_budget_of_the_paper(seqused_k, candidates, expected):
 
 
 def test_the_dump_of_each_policy():
-    assert (VEGAS.dump(False), VEGAS.dump(True)) == ("token", "token")
-    assert (VEGAS_LOOKAHEAD.dump(False), VEGAS_LOOKAHEAD.dump(True)) == ("kv_head", "token_weight")
-    assert Vegas("weight").dump(True) == "rows"
-    assert Vegas("group").dump(True) == "kv_head"
-    assert Vegas("group-stale", per_kv_head=True).dump(True) == "kv_head"
-    assert {p.dump(True) for p in ABLATION if p.rows == "collect-all"} == {"all"}
-    assert {p.dump(True) for p in (Streaming(), Random(), TopkOracle(), Full())} == {"none"}
+    """At the first verification of a request and later."""
+
+    def dumps(policy):
+        return policy.dump(True), policy.dump(False)
+
+    assert dumps(VEGAS) == ("token", "token")
+    assert dumps(VEGAS_LOOKAHEAD) == ("kv_head", "token_weight")
+    assert dumps(Vegas("weight")) == ("rows", "rows")
+    assert dumps(Vegas("group")) == ("kv_head", "kv_head")
+    assert dumps(Vegas("group-stale", per_kv_head=True)) == ("kv_head", "kv_head")
+    assert {d for p in ABLATION if p.rows == "collect-all" for d in dumps(p)} == {"all"}
+    assert {d for p in (Streaming(), Random(), TopkOracle(), Full(), Quest()) for d in dumps(p)} == {"none"}
+    assert dumps(SnapKV()) == ("all", "all")
+    assert dumps(SpecExtend()) == dumps(Pillar()) == ("none", "all")
     assert set(POLICIES) == {
-        "vegas", "vegas-lookahead", "streaming", "random", "topk-oracle", "full"
+        "vegas", "vegas-lookahead", "streaming", "snapkv", "quest", "specextend", "pillar", "random",
+        "topk-oracle", "full",
     }  # fmt: skip
     assert len({p.name for p in ABLATION}) == len(ABLATION)
+    with pytest.raises(ValueError, match=r"`policy` must be one of vegas, .*, got 'best'"):
+        POLICIES["best"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("score", "sum"), ("rows", "first"), ("look_ahead", -1)])

@@ -63,11 +63,22 @@ class Session:
         self.model = Qwen3Model.from_pretrained(folder, dtype, device, batch_invariant)
         self.tokenizer = Tokenizer(folder)
 
+    def context(self, asked: int | None, default: int, max_new_tokens: int) -> int:
+        """Tokens of a prompt to keep: as many as asked for, or ValueError where they leave no room
+        for the output; None: the default, or what there is room for."""
+        room = self.model.max_position - max_new_tokens
+        if asked is not None and asked > room:
+            raise ValueError(
+                f"`context` must be at most {room}, so that `max_new_tokens` ({max_new_tokens}) more fit "
+                f"into the model's context, got {asked}"
+            )
+        return min(default, room) if asked is None else asked
+
     def encode(self, text: str, max_new_tokens: int, keep: int | None = None) -> list[int]:
         """Token ids of the last `keep` tokens; ValueError where they leave no room for the output."""
         ids = self.tokenizer.encode(text)
         if keep is not None:
-            ids = ids[-keep:]
+            ids = ids[-keep:] if keep > 0 else []
         if not ids:
             raise ValueError("`prompt` must hold text, got none")
         limit = self.model.max_position - max_new_tokens
@@ -100,7 +111,7 @@ class Session:
         selections: list[torch.Tensor] = []
         while not request.finished:
             if request.gamma and request.selection is not None:
-                selections.append(request.selection.indices)
+                selections.append(request.selection.indices.clone())
             before = len(request.output)
             start = perf_counter()
             decoder.step()

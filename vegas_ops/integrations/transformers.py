@@ -276,7 +276,8 @@ def _decode(
         device=adapter.device,
     )
     chunk = getattr(generation_config, "prefill_chunk_size", None) or PREFILL_CHUNK
-    decoder = SpeculativeDecoder(adapter, cache, prefill_chunk=chunk)
+    # Code of other models may wait for the device.
+    decoder = SpeculativeDecoder(adapter, cache, prefill_chunk=chunk, graphs=False)
     for row in batch.rows:
         decoder.add(row)
     while decoder.waiting or decoder.running:

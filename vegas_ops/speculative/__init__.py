@@ -1,23 +1,23 @@
 """Verification-guided self-speculative decoding: the loop, its cache, its policies, acceptance."""
 
 from vegas_ops.speculative.acceptance import Accepted, accept_greedy, accept_sampled
+from vegas_ops.speculative.baselines import (
+    Full,
+    Pillar,
+    Quest,
+    Random,
+    SnapKV,
+    SpecExtend,
+    Streaming,
+    TopkOracle,
+)
 from vegas_ops.speculative.kv_cache import CacheSequence, OutOfPages, PagedKVCache
 from vegas_ops.speculative.loop import SpeculativeDecoder
 from vegas_ops.speculative.model import Attend, LayerAttention, Model
-from vegas_ops.speculative.policies import (
-    POLICIES,
-    VEGAS,
-    VEGAS_LOOKAHEAD,
-    Full,
-    Policy,
-    Random,
-    Selection,
-    Streaming,
-    TopkOracle,
-    Vegas,
-)
+from vegas_ops.speculative.policies import POLICIES, VEGAS, VEGAS_LOOKAHEAD, Vegas
 from vegas_ops.speculative.request import Request, Statistics
 from vegas_ops.speculative.sampling import RepetitionPenalty, SamplingParams
+from vegas_ops.speculative.selection import Policy, Selection
 
 __all__ = [
     "POLICIES",
@@ -31,12 +31,16 @@ __all__ = [
     "Model",
     "OutOfPages",
     "PagedKVCache",
+    "Pillar",
     "Policy",
+    "Quest",
     "Random",
     "RepetitionPenalty",
     "Request",
     "SamplingParams",
     "Selection",
+    "SnapKV",
+    "SpecExtend",
     "SpeculativeDecoder",
     "Statistics",
     "Streaming",

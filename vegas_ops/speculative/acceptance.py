@@ -61,7 +61,7 @@ def accept_sampled(
     if drafts.shape[1]:
         q_row = draft_probs.gather(1, row.clamp_max(drafts.shape[1] - 1))[:, 0]
         rejected = (count < num_drafts)[:, None]
-        residual = (target - torch.where(rejected, q_row, 0.0)).clamp_min(0.0)
+        residual = (target - q_row.masked_fill(~rejected, 0.0)).clamp_min(0.0)
         # Empty only if p and q are equal up to rounding: then p itself is the residual.
         target = torch.where(residual.sum(-1, keepdim=True) == 0, target, residual)
     failed = target.isnan().any(-1)

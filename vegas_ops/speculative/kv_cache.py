@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +18,19 @@ class OutOfPages(RuntimeError):
     """The cache has too few free pages; nothing was changed."""
 
 
+def to_device(values: Seq[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A list as a tensor, without waiting for the device."""
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
 class Workspaces:
     """A workspace per op, grown when a call needs more, so that a steady loop allocates none."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._bounds: dict[str, dict[str, int]] = {}
-        self._memory: dict[str, Tensor] = {}
+        self._memory: dict[str, list[Tensor]] = {}  # outgrown ones may serve a captured graph
 
     def get(self, op: ops.OpName, **bounds: int) -> Tensor | None:
         """bounds: as of `make_workspace`. None on the CPU, whose kernels need none."""
@@ -37,8 +44,8 @@ class Workspaces:
                 for name, value in bounds.items()
             }
             self._bounds[op] = known
-            self._memory[op] = ops.make_workspace(op, device=self._device, **known)
-        return self._memory[op]
+            self._memory.setdefault(op, []).append(ops.make_workspace(op, device=self._device, **known))
+        return self._memory[op][-1]
 
 
 def _power_of_2(n: int) -> int:
@@ -85,12 +92,16 @@ class PagedKVCache:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if not 0 < scale < math.inf:
                 raise ValueError(f"`{name}` must be finite and > 0, got {scale}")
-        shape = (num_layers, num_pages, page_size, num_heads_kv, head_dim)
         self.device = torch.device(device)
         self.workspaces = Workspaces(self.device)
         # Zeroed, not empty: a page may be gathered by torch code that multiplies before it masks.
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        # One page more than is given out takes what padded rows write.
+        padded = (num_layers, num_pages + 1, page_size, num_heads_kv, head_dim)
+        self._k = torch.zeros(padded, dtype=dtype, device=device)
+        self._v = torch.zeros(padded, dtype=dtype, device=device)
+        self.k, self.v = self._k[:, :num_pages], self._v[:, :num_pages]
+        self.unused_slot = num_pages * page_size
+        self._key_bounds: dict[int, Tensor] = {}  # by block size
         self.page_size = page_size
         self.max_length = num_pages * page_size if max_length is None else max_length
         self.fp8 = dtype == torch.float8_e4m3fn
@@ -148,7 +159,7 @@ class PagedKVCache:
         for page in fresh:
             self._users[page] = 1
         sequence.pages += fresh
-        sequence.table[have:need] = torch.tensor(fresh, dtype=torch.int32, device=self.device)
+        sequence.table[have:need] = to_device(fresh, torch.int32, self.device)
 
     def truncate(self, sequence: CacheSequence, length: int) -> None:
         """Rolls back (or commits) to `length` tokens and gives back the pages beyond them."""
@@ -167,19 +178,22 @@ class PagedKVCache:
     def free(self, sequence: CacheSequence) -> None:
         self.truncate(sequence, 0)
 
-    def block_table(self, sequences: Seq[CacheSequence]) -> Tensor:
-        """(batch, max_pages) int32, -1 beyond each sequence's pages; a new tensor."""
-        width = max((len(s.pages) for s in sequences), default=0)
-        return torch.stack([s.table[: max(width, 1)] for s in sequences])
+    def block_table(self, sequences: Seq[CacheSequence], width: int | None = None) -> Tensor:
+        """(batch, width) int32, -1 beyond each sequence's pages; a new tensor. Default width: as
+        many pages as the longest has."""
+        if width is None:
+            width = max([1, *(len(s.pages) for s in sequences)])
+        return torch.stack([s.table[:width] for s in sequences])
 
     def slots(self, block_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Slots (page * page_size + offset, int64) of `positions` of the table rows `rows`."""
+        """Slots (page * page_size + offset, int64) of `positions` of the table rows `rows`; negative
+        where there is no page."""
         pages = block_table[rows, positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size
 
     def append(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes k and v, (n, num_heads_kv, head_dim), into `slots`, (n,) int64."""
-        for cache, scale, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+        for cache, scale, x in ((self._k, self.k_scale, k), (self._v, self.v_scale, v)):
             flat = cache[layer].flatten(0, 1)
             if self.fp8:
                 # The cast alone does not saturate, and bytes are what every device can index.
@@ -197,3 +211,39 @@ class PagedKVCache:
             return k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length]
         k, v = (x.view(torch.uint8)[pages].view(x.dtype).flatten(0, 1)[:length].float() for x in (k, v))
         return (k * self.k_scale).to(dtype), (v * self.v_scale).to(dtype)
+
+    def bound_keys(self, block_table: Tensor, blocks: Tensor, size: int) -> None:
+        """Notes channelwise minimum and maximum of the keys of `blocks`, (batch, n) int64: the
+        `size` tokens from position block * size on; negative ones are left out."""
+        bounds = self._bounds_by(size)
+        offset = torch.arange(size, device=self.device)
+        positions = (blocks[..., None] * size + offset).clamp(0, block_table.shape[1] * self.page_size - 1)
+        owner = torch.arange(blocks.shape[0], device=self.device)[:, None, None]
+        slots = self.slots(block_table, owner, positions)
+        slots = slots.masked_fill((slots < 0) | (blocks[..., None] < 0), self.unused_slot)
+        home = (slots[..., 0] // math.gcd(size, self.page_size)).flatten()
+        for layer in range(bounds.shape[0]):
+            flat = self._k[layer].flatten(0, 1)
+            keys = flat.view(torch.uint8)[slots].view(flat.dtype) if self.fp8 else flat[slots]
+            keys = (keys.float() * self.k_scale).to(bounds.dtype).flatten(0, 1)
+            bounds[layer].index_copy_(0, home, torch.stack([keys.amin(1), keys.amax(1)], 1))
+
+    def key_bounds(self, layer: int, block_table: Tensor, size: int) -> Tensor:
+        """(batch, blocks, 2, num_heads_kv, head_dim): what `bound_keys` noted of each whole block."""
+        count = block_table.shape[1] * self.page_size // size
+        first = torch.arange(count, device=self.device) * size
+        owner = torch.arange(block_table.shape[0], device=self.device)[:, None]
+        slots = self.slots(block_table, owner, first)
+        home = slots.masked_fill(slots < 0, self.unused_slot) // math.gcd(size, self.page_size)
+        return self._bounds_by(size)[layer][home]
+
+    def _bounds_by(self, size: int) -> Tensor:
+        """Bounds by the slot of a block's first token; no two blocks of a sequence share a place."""
+        if size not in self._key_bounds:
+            layers, pages, page_size, heads, dim = self._k.shape
+            places = pages * page_size // math.gcd(size, page_size)
+            dtype = torch.bfloat16 if self.fp8 else self._k.dtype
+            self._key_bounds[size] = torch.zeros(
+                layers, places, 2, heads, dim, dtype=dtype, device=self.device
+            )
+        return self._key_bounds[size]

@@ -14,34 +14,22 @@ verification without drafts: it gives the first token and the first selection.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from vegas_ops.speculative.acceptance import Accepted, accept_greedy, accept_sampled
-from vegas_ops.speculative.attention import (
-    DraftContext,
-    DraftGroup,
-    PrefillContext,
-    Rows,
-    VerifyContext,
-    VerifyGroup,
-    to_device,
-)
-from vegas_ops.speculative.kv_cache import OutOfPages, PagedKVCache
-from vegas_ops.speculative.model import Model, layer_attention
+from vegas_ops.speculative.attention import PrefillContext
+from vegas_ops.speculative.kv_cache import OutOfPages, PagedKVCache, to_device
+from vegas_ops.speculative.model import Model, layer_attention, selecting_layers
 from vegas_ops.speculative.request import FinishReason, Request
-from vegas_ops.speculative.sampling import (
-    ACCEPT,
-    DRAFT,
-    EMIT,
-    SamplingBatch,
-    draw,
-    probabilities,
-    uniform,
-)
+from vegas_ops.speculative.round import GroupShape, Mode, Round, RoundShape
+from vegas_ops.speculative.selection import Policy
+
+MAX_ROUNDS = 32  # shapes whose buffers and graphs are kept
+RARE = 32  # iterations of a shape that a larger one serves
 
 OnPrompt = Callable[[Request, int, int], None]
 
@@ -56,6 +44,9 @@ class SpeculativeDecoder:
 
     cache: of the model's shape, in its dtype or fp8. prefill_chunk: tokens per forward of a prompt.
     on_prompt(request, done, total): progress. profile: wait for the device at every clock reading.
+    graphs: on a GPU, capture the phases of a batch's shape at their second run and replay them; the
+    model's forward must then not wait for the device. Batches whose requests have a
+    `logits_processor` or a forced text run eagerly.
     """
 
     def __init__(
@@ -66,6 +57,7 @@ class SpeculativeDecoder:
         prefill_chunk: int = 512,
         on_prompt: OnPrompt | None = None,
         profile: bool = False,
+        graphs: bool = True,
     ) -> None:
         shape = (model.num_layers, model.num_heads_kv, model.head_dim)
         if (cache.k.shape[0], *cache.k.shape[3:]) != shape:
@@ -82,6 +74,13 @@ class SpeculativeDecoder:
         self.model, self.cache = model, cache
         self.max_position = min(model.max_position, cache.max_length)
         self.prefill_chunk, self.on_prompt, self.profile = prefill_chunk, on_prompt, profile
+        self.on_gpu = cache.device.type == "cuda"
+        self.fixed_shapes = graphs and self.on_gpu  # batches padded to shapes that many iterations share
+        self._pool = torch.cuda.graph_pool_handle() if graphs and self.on_gpu else None
+        self._rounds: dict[RoundShape, Round] = {}
+        self._misses: Counter[RoundShape] = Counter()
+        self._windows = [layer.window for layer in layer_attention(model)]
+        self._selects = bool(selecting_layers(model))
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # in order of arrival
 
@@ -140,9 +139,10 @@ class SpeculativeDecoder:
     @torch.no_grad()
     def step(self) -> list[tuple[Request, list[int]]]:
         """One iteration of every running request; the tokens that each emitted."""
-        self._admit()
-        requests = self._reserve()
-        return self._iterate(requests) if requests else []
+        with torch.cuda.device(self.cache.device) if self.on_gpu else nullcontext():
+            self._admit()
+            requests = self._reserve()
+            return self._iterate(requests) if requests else []
 
     def run(self) -> None:
         """Steps until every request has finished."""
@@ -167,73 +167,155 @@ class SpeculativeDecoder:
     # One iteration
 
     def _iterate(self, requests: list[Request]) -> list[tuple[Request, list[int]]]:
-        windows = [layer.window for layer in layer_attention(self.model)]
-        r = _Round(requests, self.model.vocab_size, self.max_position, windows, self.cache.device)
-        clock = [self._now()]
-        self._draft(r)
-        clock.append(self._now())
-        everyone = list(range(len(requests)))
-        hidden, context = self._verify(r, everyone)
-        accepted = r.accept(self.model.compute_logits(hidden), context.rows)
-        clock.append(self._now())
-        context.select()
-        clock.append(self._now())
-        counts, emitted = r.read(accepted)
-        following = [i for i in everyone if requests[i].forced_tokens and requests[i].gamma]
+        drafts = {request: request.num_drafts(self.max_position) for request in requests}
+        reads = {request: self._reads(request, n) for request, n in drafts.items()}
+        start = self._now()
+        r, pool = self._load(requests, drafts)
+        if r.shape.steps:
+            r.run("draft", pool)
+        drafted = self._now()
+        r.run("verify", pool)
+        r.fetch()
+        verified = self._now()
+        if any(mode.selects for mode in r.modes):
+            r.run("select", pool)
+        r.hand_out()
+        selected = self._now()
+        lines = {q: line for q, line in zip(r.requests, r.read(), strict=True) if q is not None}
+        following = [request for request in requests if request.forced_tokens and request.gamma]
         if following:
-            r.follow_text(following, counts)
-            self._verify(r, following, second_pass=True)[1].select()
-        r.share_time(*(b - a for a, b in pairwise(clock)))
-        return [(request, self._commit(r, i, counts[i], emitted[i])) for i, request in enumerate(requests)]
+            self._follow_text(r, following, {q: lines[q][0] for q in following}, drafts)
+        # What the read waits for is drafting and verification, which the host ran ahead of.
+        waited = self._now() - selected
+        self._share_time(drafts, drafted - start, verified - drafted + waited, selected - verified)
+        return [(q, self._commit(q, drafts[q], reads[q], *lines[q])) for q in requests]
 
-    def _draft(self, r: _Round) -> None:
-        """Fills r.table[:, 1:] and, for sampling, r.draft_probs."""
-        context: DraftContext | None = None
-        for step in range(max(r.num_drafts)):
-            active = [i for i, g in enumerate(r.num_drafts) if g > step]
-            if context is not None and len(active) == len(context.rows.q_lens):
-                context.advance()
-            else:
-                requests = [r.requests[i] for i in active]
-                starts = [len(request.tokens) - 1 + step for request in requests]
-                rows = Rows(self.cache, requests, starts, [1] * len(requests))
-                context = DraftContext(
-                    rows,
-                    [
-                        DraftGroup(self.model, rows, begin, requests[begin:end])
-                        for begin, end in _runs([request.policy for request in requests])
-                    ],
-                )
-                index = to_device(active, torch.int64, self.cache.device)
-            hidden = self.model.forward(r.table[index, step], context.rows.positions, context.attend)
-            logits = r.process(self.model.compute_logits(hidden), [(i, step) for i in active])
-            r.table[index, step + 1] = r.draw_draft(logits, index, step)
+    def _load(
+        self, requests: list[Request], drafts: dict[Request, int], *, second_pass: bool = False
+    ) -> tuple[Round, Any]:
+        """The requests in the rows of a round, and the memory pool of its graphs, if it has any."""
+        kinds: dict[_Kind, list[Request]] = {}
+        for request in requests:
+            kinds.setdefault(self._kind(request, second_pass), []).append(request)
+        plain = not any(q.logits_processor or q.forced_tokens is not None for q in requests)
+        fixed = self.fixed_shapes and plain
+        shape = self._shape(kinds, drafts, fixed)
+        r = self._fixed_round(shape) if fixed else Round(self.model, self.cache, shape)
+        r.load(list(kinds.values()), [Mode(kind.first, kind.selects) for kind in kinds], drafts)
+        r.second_pass = second_pass
+        return r, self._pool if fixed else None
 
-    def _verify(
-        self, r: _Round, members: list[int], *, second_pass: bool = False
-    ) -> tuple[Tensor, VerifyContext]:
-        """Hidden states of [pending, drafts] of the round's `members`. Requests with a forced text
-        are selected for in a second pass, over the text that they follow."""
-        requests = [r.requests[i] for i in members]
-        starts = [len(request.tokens) - 1 for request in requests]
-        rows = Rows(self.cache, requests, starts, [r.num_drafts[i] + 1 for i in members])
-        index = to_device(members, torch.int64, self.cache.device)
+    def _kind(self, request: Request, second_pass: bool) -> _Kind:
+        if request.gamma == 0 or not self._selects:
+            return _Kind(_PLAIN, 0, False, False, False)
+        policy, selection = request.policy, request.selection
+        postponed = request.forced_tokens is not None and not second_pass
+        return _Kind(
+            policy,
+            policy.look_ahead_window(request.gamma),
+            policy.first_differs and selection is None,
+            not postponed and policy.selects(None if selection is None else selection.age),
+            postponed,
+        )
+
+    def _fixed_round(self, shape: RoundShape) -> Round:
+        """The round of this shape; as long as the shape is rare, a larger one where there is one:
+        a new shape runs eagerly and is captured, which takes as long as many replays."""
+        if shape not in self._rounds:
+            self._misses[shape] += 1
+            larger = [known for known in self._rounds if known.serves(shape)]
+            if larger and self._misses[shape] <= RARE:
+                shape = min(larger, key=lambda known: known.batch)
+        r = self._rounds.pop(shape, None) or Round(self.model, self.cache, shape)
+        self._rounds[shape] = r
+        if len(self._rounds) > MAX_ROUNDS:
+            del self._rounds[next(iter(self._rounds))]  # the one that has not run for longest
+        return r
+
+    def _shape(
+        self, kinds: dict[_Kind, list[Request]], drafts: dict[Request, int], fixed: bool
+    ) -> RoundShape:
+        """The smallest shape that serves these requests, or a fixed one that also serves the next."""
+        requests = [request for members in kinds.values() for request in members]
+        max_keys = max(len(request.tokens) + drafts[request] for request in requests)
+        if fixed:
+            max_keys = min(max(1 << (max_keys - 1).bit_length(), 1024), self.max_position)
         groups = []
-        for begin, end in _runs([_kind(request) for request in requests]):
-            selects = requests[begin].gamma > 0 and (second_pass or requests[begin].forced_tokens is None)
-            mine = index[begin:end]
-            group = VerifyGroup(
-                self.model, rows, begin, requests[begin:end], selects, r.seeds[mine], r.rounds[mine]
-            )
-            groups.append(group)
-        context = VerifyContext(rows, groups)
-        token_ids = r.table[index[rows.owner], rows.offset]
-        return self.model.forward(token_ids, rows.positions, context.attend), context
+        for kind, members in kinds.items():
+            q_lens = [
+                request.first_rows(kind.first and kind.selects) + drafts[request] for request in members
+            ]
+            size, rows, max_rows = len(members), sum(q_lens), max(q_lens)
+            if fixed:
+                size = bucket(size)
+                max_rows = max(*q_lens, *(request.gamma + 1 for request in members))
+                rows = size * max_rows
+                lists = [
+                    kind.policy.plan(request.budget(max_keys, max_keys), max_keys, False)[0]
+                    for request in members
+                ]
+            else:
+                lists = [0 if q.selection is None else q.selection.budget for q in members]
+                lists += [
+                    kind.policy.plan(q.budget(len(q.tokens) + drafts[q]), len(q.tokens), kind.first)[0]
+                    for q in members
+                ]
+            groups.append(GroupShape(kind.policy, kind.window, size, rows, max_rows, max(lists)))
+        sampled = [request.sampling for request in requests if request.sampling.temperature > 0]
+        return RoundShape(
+            tuple(groups),
+            max(request.gamma if fixed else drafts[request] for request in requests),
+            max_keys,
+            greedy=not sampled,
+            filtered=any(p.top_k or p.top_p < 1 or p.min_p for p in sampled),
+        )
 
-    def _commit(self, r: _Round, i: int, count: int, emitted: list[int]) -> list[int]:
-        """Appends what request i emitted, up to its end, and rolls the cache back to it."""
-        request, prompt_pass = r.requests[i], len(r.requests[i].tokens) == len(r.requests[i].prompt)
-        failed = len(emitted) <= count
+    def _follow_text(
+        self, r: Round, following: list[Request], counts: dict[Request, int], drafts: dict[Request, int]
+    ) -> None:
+        """Verifies once more, with the forced text in the place of the accepted drafts, and selects."""
+        second, _ = self._load(following, drafts, second_pass=True)
+        row_of = {request: i for i, request in enumerate(r.requests)}
+        for i, request in enumerate(second.requests):
+            assert request is not None
+            done = len(request.tokens) - len(request.prompt)
+            text = list((request.forced_tokens or ())[done : done + counts[request]])
+            n = drafts[request]
+            second.table[i, 1 : 1 + n] = r.table[row_of[request], 1 : 1 + n]
+            second.table[i, 1 : 1 + len(text)] = to_device(text, torch.int64, self.cache.device)
+        second.run("verify", None)
+        given = [counts[request] for request in second.requests if request is not None]
+        second.num_accepted.copy_(to_device(given, torch.int64, self.cache.device))
+        second.run("select", None)
+        second.hand_out()
+
+    def _share_time(self, drafts: dict[Request, int], draft: float, verify: float, select: float) -> None:
+        """Charges each request by its rows of every phase; the prompt's last row is the prompt's."""
+        drafted = max(sum(drafts.values()), 1)
+        rows = len(drafts) + sum(drafts.values())
+        selecting = max(sum(request.gamma > 0 for request in drafts), 1)
+        for request, g in drafts.items():
+            statistics = request.statistics
+            verify_share = verify * (g + 1) / rows
+            select_share = select / selecting if request.gamma else 0.0
+            if len(request.tokens) == len(request.prompt):
+                statistics.prompt_seconds += verify_share + select_share
+                continue
+            statistics.draft_seconds += draft * g / drafted
+            statistics.verify_seconds += verify_share
+            statistics.select_seconds += select_share
+
+    def _reads(self, request: Request, drafts: int) -> tuple[int, int]:
+        """Cached tokens that drafting and verification read, summed over layers."""
+        keys = len(request.tokens) + drafts
+        verified = (keys if w is None else min(keys, w + drafts) for w in self._windows)
+        return request.draft_reads(drafts, self._windows), sum(verified)
+
+    def _commit(
+        self, request: Request, drafts: int, reads: tuple[int, int], count: int, emitted: list[int]
+    ) -> list[int]:
+        """Appends what a request emitted, up to its end, and rolls the cache back to it."""
+        prompt_pass, failed = len(request.tokens) == len(request.prompt), len(emitted) <= count
         if request.forced_tokens is not None and not failed:
             done = len(request.tokens) - len(request.prompt)
             emitted = list(request.forced_tokens[done : done + count + 1])
@@ -251,10 +333,10 @@ class SpeculativeDecoder:
         self.cache.truncate(request.sequence, len(request.tokens) - 1)
         statistics = request.statistics
         if not prompt_pass:
-            statistics.count(r.num_drafts[i], count, len(new))
+            statistics.count(drafts, count, len(new))
             layer_bytes = self.cache.bytes_per_token // self.model.num_layers
-            statistics.draft_bytes += r.draft_reads[i] * layer_bytes
-            statistics.verify_bytes += r.verify_reads[i] * layer_bytes
+            statistics.draft_bytes += reads[0] * layer_bytes
+            statistics.verify_bytes += reads[1] * layer_bytes
         if reason is None and statistics.iterations == request.max_iterations:
             reason = "iterations"
         if reason is not None:
@@ -304,14 +386,14 @@ class SpeculativeDecoder:
             n = min(self.prefill_chunk, end - begin)
             context = PrefillContext(self.model, self.cache, request, n)
             chunk = to_device(request.tokens[begin : begin + n], torch.int64, self.cache.device)
-            self.model.forward(chunk, context.rows.positions, context.attend)
+            self.model.forward(chunk, context.positions, context.attend)
             sequence.length += n
             if self.on_prompt is not None:
                 self.on_prompt(request, sequence.length, end)
         request.statistics.prompt_seconds += self._now() - start
 
     def _reserve(self) -> list[Request]:
-        """The running requests, alike ones side by side, each with pages for its round."""
+        """The running requests, each with pages for its round."""
         for request in list(self.running):
             while request in self.running:
                 assert request.sequence is not None
@@ -324,13 +406,14 @@ class SpeculativeDecoder:
                         self._finish(request, "error", f"the cache is too small: {error}")
                     else:
                         self.preempt(self.running[-1])
-        order: dict[object, int] = {}
-        return sorted(self.running, key=lambda q: order.setdefault(_kind(q), len(order)))
+        return list(self.running)
 
     def _release(self, request: Request) -> None:
         if request.sequence is not None:
             self.cache.free(request.sequence)
             request.sequence = None
+            if request.policy.follows_pages:
+                request.selection = None
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request.finish_reason, request.error = reason, error
@@ -340,130 +423,24 @@ class SpeculativeDecoder:
                 queue.remove(request)
 
     def _now(self) -> float:
-        if self.profile and self.cache.device.type == "cuda":
+        if self.profile and self.on_gpu:
             torch.cuda.synchronize(self.cache.device)
         return time.perf_counter()
 
 
-class _Round:
-    """The tensors of one iteration: row i belongs to requests[i].
+class _Kind(NamedTuple):
+    """What requests have in common that go through the ops together."""
 
-    table: (batch, max_drafts + 1) int64, the pending token and its drafts; rounds: tokens committed
-    before the round, which numbers the random streams.
-    """
-
-    def __init__(
-        self,
-        requests: list[Request],
-        vocab_size: int,
-        max_position: int,
-        windows: Sequence[int | None],
-        device: torch.device,
-    ) -> None:
-        self.requests = requests
-        self.num_drafts = [request.num_drafts(max_position) for request in requests]
-        # Cached tokens that attention reads, summed over layers.
-        self.draft_reads, self.verify_reads = [], []
-        for request, g in zip(requests, self.num_drafts, strict=True):
-            keys = len(request.tokens) + g
-            self.draft_reads.append(request.draft_reads(g, windows))
-            self.verify_reads.append(sum(keys if w is None else min(keys, w + g) for w in windows))
-        width = max(self.num_drafts)
-        pending = [[request.tokens[-1]] + [0] * width for request in requests]
-        self.table = to_device(pending, torch.int64, device)
-        self.drafts = to_device(self.num_drafts, torch.int64, device)
-        self.seeds = to_device([request.seed for request in requests], torch.int64, device)
-        lengths = [len(request.tokens) for request in requests]
-        self.rounds = to_device(lengths, torch.int64, device)
-        self.sampling = SamplingBatch([request.sampling for request in requests], device)
-        shape = (len(requests), 0 if self.sampling.greedy else width, vocab_size)
-        self.draft_probs = torch.zeros(shape, device=device)
-
-    def process(self, logits: Tensor, places: list[tuple[int, int]]) -> Tensor:
-        """Applies the requests' processors; row n predicts what follows draft places[n][1] of
-        request places[n][0]."""
-        for row, (i, step) in enumerate(places):
-            processor = self.requests[i].logits_processor
-            if processor is not None:
-                committed = to_device(self.requests[i].tokens, torch.int64, logits.device)
-                history = torch.cat([committed, self.table[i, 1 : step + 1]])
-                logits[row] = processor(history, logits[row].clone())
-        return logits
-
-    def draw_draft(self, logits: Tensor, index: Tensor, step: int) -> Tensor:
-        if self.sampling.greedy:
-            return logits.argmax(-1)
-        q = probabilities(logits, self.sampling.rows(index))
-        # A row without a distribution drafts token 0, and says so: the target decides.
-        certain = torch.zeros_like(q)
-        certain[:, 0] = 1.0
-        q = torch.where(q.isnan().any(-1, keepdim=True), certain, q)
-        self.draft_probs[index, step] = q
-        return draw(q, uniform(self.seeds[index], self.rounds[index], step, DRAFT))
-
-    def accept(self, logits: Tensor, rows: Rows) -> Accepted:
-        places = [(i, j) for i, g in enumerate(self.num_drafts) for j in range(g + 1)]
-        logits = self.process(logits, places)
-        column = torch.arange(self.table.shape[1], device=logits.device)
-        # Ragged to rectangular: a request with fewer drafts repeats its last row.
-        last = torch.minimum(column, self.drafts[:, None])
-        logits = logits[rows.cu_seqlens_q[:-1, None].long() + last]
-        drafts = self.table[:, 1:]
-        if self.sampling.greedy:
-            return accept_greedy(drafts, self.drafts, logits)
-        owner = torch.arange(len(self.requests), device=logits.device)
-        params = self.sampling.rows(owner.repeat_interleave(logits.shape[1]))
-        target = probabilities(logits.flatten(0, 1), params).view(logits.shape)
-        seeds, rounds = self.seeds[:, None], self.rounds[:, None]
-        u_accept = uniform(seeds, rounds, column[None, :-1], ACCEPT)
-        u_emit = uniform(seeds, rounds, column[None], EMIT)
-        return accept_sampled(drafts, self.drafts, self.draft_probs, target, u_accept, u_emit[:, 0])
-
-    def read(self, accepted: Accepted) -> tuple[list[int], list[list[int]]]:
-        """Accepted drafts and emitted tokens of every request: the only read of device values in
-        an iteration. A failed request emits its accepted drafts alone."""
-        table = torch.cat([accepted.num_accepted[:, None], accepted.failed[:, None], accepted.tokens], 1)
-        lines = table.tolist()
-        return [line[0] for line in lines], [line[2 : 3 + line[0] - line[1]] for line in lines]
-
-    def share_time(self, draft: float, verify: float, select: float) -> None:
-        """Charges each request by its rows of every phase; the prompt's last row is the prompt's."""
-        drafts = max(sum(self.num_drafts), 1)
-        rows = len(self.requests) + sum(self.num_drafts)
-        selecting = max(sum(request.gamma > 0 for request in self.requests), 1)
-        for request, g in zip(self.requests, self.num_drafts, strict=True):
-            statistics = request.statistics
-            verify_share = verify * (g + 1) / rows
-            select_share = select / selecting if request.gamma else 0.0
-            if len(request.tokens) == len(request.prompt):
-                statistics.prompt_seconds += verify_share + select_share
-                continue
-            statistics.draft_seconds += draft * g / drafts
-            statistics.verify_seconds += verify_share
-            statistics.select_seconds += select_share
-
-    def follow_text(self, members: list[int], counts: list[int]) -> None:
-        """Puts the forced text in the place of the accepted drafts."""
-        for i in members:
-            request = self.requests[i]
-            done = len(request.tokens) - len(request.prompt)
-            text = (request.forced_tokens or ())[done : done + counts[i]]
-            self.table[i, 1 : 1 + len(text)] = to_device(list(text), torch.int64, self.table.device)
+    policy: Policy
+    window: int
+    first: bool
+    selects: bool
+    postponed: bool  # selects in a second pass
 
 
-def _kind(request: Request) -> object:
-    """Requests of one kind share the calls of a verification and its selection."""
-    if request.gamma == 0:
-        return None
-    has_hint = request.selection is not None and request.selection.guide_lse is not None
-    window = request.policy.look_ahead_window(request.gamma)
-    return request.policy, window, has_hint, request.forced_tokens is not None
+_PLAIN = Policy()
 
 
-def _runs(kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
-    """[begin, end) of each run of equal neighbours."""
-    begin = 0
-    for i in range(1, len(kinds) + 1):
-        if i == len(kinds) or kinds[i] != kinds[begin]:
-            yield begin, i
-            begin = i
+def bucket(n: int) -> int:
+    """Rows that a batch of n requests occupies in a captured graph."""
+    return 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16

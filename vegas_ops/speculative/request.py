@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vegas_ops.speculative.kv_cache import CacheSequence
-from vegas_ops.speculative.policies import VEGAS, Policy, Selection
+from vegas_ops.speculative.policies import VEGAS
 from vegas_ops.speculative.sampling import LogitsProcessor, SamplingParams, signed64
+from vegas_ops.speculative.selection import Policy, Selection, budget
 
 FinishReason = Literal["stop", "length", "iterations", "abort", "error"]
 
@@ -60,7 +61,7 @@ class Request:
     context limit comes first. stop_token_ids: end the output, and are its last token (EOS among
     them). stop_sequences: the same for several tokens in a row.
     gamma: drafts per verification; 0 is plain decoding through the same ops.
-    policy, ratio, min_tokens: what drafts attend to; budget as in `policies.budget`.
+    policy, ratio, min_tokens: what drafts attend to; budget as in `selection.budget`.
     logits_processor: applied to draft and target rows alike, before the filters.
     forced_tokens: the text that is committed whatever was drafted and accepted, to measure
     acceptance on it. Drafts are made and verified as usual; with `a` of them accepted, `a + 1`
@@ -131,14 +132,23 @@ class Request:
             return 0
         return max(min(self.gamma, self.max_length(max_position) - len(self.tokens) - 1), 0)
 
+    def budget(self, keys: int, candidates: int | None = None) -> int:
+        """Tokens that a selection from a verification over `keys` keys may list."""
+        return budget(
+            self.ratio, self.min_tokens, keys, len(self.tokens) if candidates is None else candidates
+        )
+
+    def first_rows(self, first: bool) -> int:
+        """Rows of the next verification besides drafts; first: it makes the first selection."""
+        return min(self.policy.prompt_rows, len(self.tokens)) if first else 1
+
     def draft_reads(self, drafts: int, windows: Sequence[int | None]) -> int:
         """Cached tokens that so many drafts read, summed over layers with these windows."""
         s = self.selection
         if s is None:
             return 0
         keys = [len(self.tokens) + j for j in range(drafts)]
-        scanned = sum(keys) if self.policy.chooses_per_step else 0
-        full = scanned + sum(s.budget + n - s.tail_start for n in keys)
+        full = sum(self.policy.scanned(n) + s.budget + n - s.tail_start for n in keys)
         return sum(full if w is None else sum(min(w, n) for n in keys) for w in windows)
 
     def stops(self) -> bool:

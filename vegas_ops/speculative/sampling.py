@@ -49,11 +49,16 @@ class SamplingBatch:
         self.greedy = all(p.temperature == 0 for p in params)
         sampled = [p for p in params if p.temperature > 0]
         self.filtered = any(p.top_k or p.top_p < 1 or p.min_p for p in sampled)
-        self.temperature, self.top_p, self.min_p = (
-            torch.tensor([[getattr(p, name)] for p in params], dtype=torch.float32, device=device)
-            for name in ("temperature", "top_p", "min_p")
-        )
-        self.top_k = torch.tensor([[p.top_k] for p in params], dtype=torch.int64, device=device)
+        n, fp32 = len(params), torch.float32
+        self.temperature, self.top_p, self.min_p = torch.zeros((3, n, 1), dtype=fp32, device=device)
+        self.top_k = torch.zeros((n, 1), dtype=torch.int64, device=device)
+        self.load(params)
+
+    def load(self, params: Sequence[SamplingParams]) -> None:
+        """Puts other parameters into the same tensors; `greedy` and `filtered` must still hold."""
+        for name in ("temperature", "top_p", "min_p", "top_k"):
+            values: Tensor = getattr(self, name)
+            values.copy_(torch.tensor([[getattr(p, name)] for p in params], dtype=values.dtype))
 
     def rows(self, index: Tensor) -> SamplingBatch:
         """The parameters of the rows `index`, repeated or left out as it says."""
@@ -72,7 +77,7 @@ def probabilities(logits: Tensor, params: SamplingBatch) -> Tensor:
     logits = logits.float()
     greedy = params.temperature == 0
     top = logits.amax(-1, keepdim=True)
-    x = (logits - top) / torch.where(greedy, 1.0, params.temperature)
+    x = (logits - top) / params.temperature.masked_fill(greedy, 1.0)
     if params.filtered:
         x, order = x.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(x.shape[-1], device=x.device)

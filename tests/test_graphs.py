@@ -1,0 +1,212 @@
+"""Rounds of a fixed shape: padded batches, finished requests, residents; CUDA graphs where there is a GPU.
+
+On the CPU the same code runs on the same padded shapes, only without capture.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_loop import POLICY_SAMPLE, PROMPTS, SMALL, decoder_of, prompts
+from tiny_model import TinyModel
+
+from vegas_ops.speculative import (
+    POLICIES,
+    VEGAS,
+    VEGAS_LOOKAHEAD,
+    Full,
+    Request,
+    SamplingParams,
+    SpeculativeDecoder,
+    Streaming,
+)
+from vegas_ops.speculative.loop import MAX_ROUNDS, RARE, bucket
+
+
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    return TinyModel()
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> list[list[int]]:
+    return decoder_of(model).generate([Request(p, gamma=0, max_new_tokens=40) for p in PROMPTS])
+
+
+def fixed(model, **options) -> SpeculativeDecoder:
+    decoder = decoder_of(model, **options)
+    decoder.fixed_shapes = True
+    return decoder
+
+
+def test_buckets_hold_their_batch():
+    assert [bucket(n) for n in (1, 2, 3, 5, 9, 16, 17, 40)] == [1, 2, 4, 8, 16, 16, 32, 48]
+
+
+@pytest.mark.parametrize("gamma", [1, 6])
+@pytest.mark.parametrize("policy", POLICY_SAMPLE, ids=lambda p: p.name)
+def test_padded_rounds_decode_what_tight_ones_do(model, plain, policy, gamma):
+    """Three texts in a bucket of four; the shortest output ends first, and its row goes on empty."""
+    lengths = (3, 40, 17)
+    options = {"gamma": gamma, "policy": policy, "sampling": SamplingParams(seed=4), **SMALL}
+
+    def requests():
+        return [Request(p, max_new_tokens=n, **options) for p, n in zip(PROMPTS, lengths, strict=False)]
+
+    tight, padded = requests(), requests()
+    decoder_of(model).generate(tight)
+    decoder = fixed(model)
+    decoder.generate(padded)
+    for a, b, n, output in zip(tight, padded, lengths, plain, strict=False):
+        assert a.output == b.output == output[:n]
+        assert a.statistics.accepted_at == b.statistics.accepted_at
+        assert a.statistics.drafted_at == b.statistics.drafted_at
+    assert {shape.batch for shape in decoder._rounds} <= {1, 2, 4, 8}
+
+
+def sampled_requests() -> list[Request]:
+    return [
+        Request(p, SamplingParams(temperature=t, top_p=top_p, seed=i), gamma=g, policy=policy,
+                max_new_tokens=n, **SMALL)
+        for i, (p, t, top_p, g, policy, n) in enumerate(
+            zip(PROMPTS * 2, (1.0, 0.7, 0.0, 1.3) * 2, (1.0, 0.9) * 4, (3, 6, 2, 0, 1, 4, 5, 3),
+                (VEGAS, VEGAS_LOOKAHEAD, Streaming(), VEGAS) * 2, (30, 5, 12, 30, 22, 1, 7, 30), strict=True)
+        )
+    ]  # fmt: skip
+
+
+def test_sampled_output_is_the_same_in_padded_rounds(model):
+    tight = decoder_of(model).generate(sampled_requests())
+    assert fixed(model).generate(sampled_requests()) == tight
+
+
+def test_requests_keep_their_selections_when_rows_change(model, plain):
+    """Requests join, leave and are preempted, so that rows and rounds serve others in between."""
+    decoder = fixed(model)
+    policies = (VEGAS, VEGAS_LOOKAHEAD, POLICIES["snapkv"], POLICIES["specextend"], POLICIES["quest"])
+    queue = [
+        Request(PROMPTS[i % 4], policy=policies[i % 5], gamma=2 + i % 3, max_new_tokens=40, **SMALL)
+        for i in range(20)
+    ]
+    leaver = Request(PROMPTS[0], max_new_tokens=100, **SMALL)
+    for i, request in enumerate([*queue[:5], leaver, *queue[5:]]):
+        decoder.add(request)
+        decoder.step()
+        if i == 9:
+            decoder.abort(leaver)
+        if i % 6 == 5 and len(decoder.running) > 2:
+            decoder.preempt(decoder.running[i % 3])
+    decoder.run()
+    alone = [Request(q.prompt, policy=q.policy, gamma=q.gamma, max_new_tokens=40, **SMALL) for q in queue]
+    for i, (request, other) in enumerate(zip(queue, alone, strict=True)):
+        decoder_of(model).generate([other])
+        assert request.output == other.output == plain[i % 4]
+        # Quest knows tokens by their pages and starts anew after a preemption.
+        if request.policy.name != "quest":
+            assert request.statistics.accepted_at == other.statistics.accepted_at, request.policy.name
+    assert len(decoder._rounds) <= MAX_ROUNDS
+
+
+def test_one_round_serves_iterations_of_a_shape(model):
+    decoder = fixed(model)
+    decoder.generate([Request(p, gamma=4, max_new_tokens=30, **SMALL) for p in PROMPTS])
+    sizes = sorted(shape.batch for shape in decoder._rounds)
+    assert sizes == sorted(set(sizes)), "one round for each bucket"
+
+
+def test_a_rare_shape_is_served_by_a_larger_one(model):
+    """What is left of a batch runs in its round for a while, then gets one of its own."""
+    decoder = fixed(model)
+    requests = [Request(PROMPTS[2], gamma=3, max_new_tokens=n, policy=Full(), **SMALL) for n in (8, 8, 8, 8)]
+    survivor = Request(PROMPTS[1], gamma=3, max_new_tokens=400, policy=Full(), **SMALL)
+    decoder.generate([*requests, survivor][1:])
+    assert [shape.batch for shape in decoder._rounds if shape.steps] == [4, 1]
+    sizes = [r.shape.batch for r in decoder._rounds.values()]
+    assert sizes and decoder._misses[next(s for s in decoder._rounds if s.batch == 1)] > RARE
+    brief = fixed(model)
+    survivor = Request(PROMPTS[1], gamma=3, max_new_tokens=60, policy=Full(), **SMALL)
+    brief.generate([*requests_like(requests)[1:], survivor])
+    assert {shape.batch for shape in brief._rounds} == {4}
+
+
+def requests_like(requests: list[Request]) -> list[Request]:
+    return [
+        Request(q.prompt, gamma=q.gamma, max_new_tokens=q.max_new_tokens, policy=q.policy, **SMALL)
+        for q in requests
+    ]
+
+
+def test_unused_rows_leave_the_cache_alone(model):
+    decoder = fixed(model)
+    held = decoder.hold_prompt(PROMPTS[3])
+    before = decoder.cache.gather(1, held.sequence, 80, model.dtype)[0].clone()
+    policies = [POLICIES["snapkv"], VEGAS, Full()]
+    decoder.generate([Request(PROMPTS[3], policy=p, share_prefix_with=held, **SMALL) for p in policies])
+    assert torch.equal(decoder.cache.gather(1, held.sequence, 80, model.dtype)[0], before)
+
+
+# CUDA graphs
+
+GPU_MODEL = {"head_dim": 64, "dtype": torch.bfloat16, "device": "cuda", "max_position": 4096}
+
+
+def gpu_outputs(graphs: bool, requests: list[Request], profile: bool = False) -> SpeculativeDecoder:
+    model = TinyModel(**GPU_MODEL)
+    decoder = decoder_of(model, num_tokens=80_000)
+    decoder = SpeculativeDecoder(model, decoder.cache, graphs=graphs, profile=profile)
+    decoder.fixed_shapes = True
+    queue = list(requests)
+    while queue or decoder.running or decoder.waiting:  # one joins at every other step
+        if queue:
+            decoder.add(queue.pop(0))
+        decoder.step()
+        decoder.step()
+    return decoder
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("policy", [*POLICIES.values(), None], ids=lambda p: p.name if p else "plain")
+def test_graphs_decode_what_the_eager_loop_does(cuda, policy, temperature):
+    """Bit for bit: the captured kernels are those of the eager loop, on the same padded shapes."""
+    sampling = SamplingParams(temperature=temperature, top_p=0.9 if temperature else 1.0, seed=7)
+    texts = prompts(1, 100, 1500, seed=1)
+
+    def requests():
+        return [
+            Request(text, sampling, policy=policy or VEGAS, gamma=gamma if policy else 0, ratio=0.2,
+                    min_tokens=16, max_new_tokens=40)
+            for text in texts for gamma in (5, 3)
+        ]  # fmt: skip
+
+    eager, graphed = requests(), requests()
+    gpu_outputs(False, eager)
+    decoder = gpu_outputs(True, graphed)
+    assert any(r._graphs for r in decoder._rounds.values())
+    for a, b in zip(eager, graphed, strict=True):
+        assert a.output == b.output
+        assert a.statistics.accepted_at == b.statistics.accepted_at
+
+
+def test_an_iteration_waits_once(cuda):
+    """No synchronisation but the read of the result: torch raises at any other."""
+    model = TinyModel(**GPU_MODEL)
+    decoder = SpeculativeDecoder(model, decoder_of(model, num_tokens=20_000).cache)
+    for text in prompts(100, 300, 500, seed=2):
+        decoder.add(Request(text, gamma=4, ratio=0.2, min_tokens=16, max_new_tokens=200))
+    for _ in range(4):
+        decoder.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            decoder.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert any(r._graphs for r in decoder._rounds.values())
+
+
+def test_statistics_of_profiled_graphs(cuda):
+    requests = [Request(p, gamma=4, ratio=0.2, min_tokens=16) for p in prompts(300, 500)]
+    gpu_outputs(True, requests, profile=True)
+    for request in requests:
+        s = request.statistics
+        assert min(s.draft_seconds, s.verify_seconds, s.select_seconds) > 0
