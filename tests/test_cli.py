@@ -15,7 +15,7 @@ from vegas_ops import cli, demo
 from vegas_ops.models import Qwen3Model, Tokenizer
 from vegas_ops.plots import acceptance_by_position, plot_run, selection_histogram
 from vegas_ops.session import DEMO_MODEL, Session, common_prefix, printable
-from vegas_ops.speculative import POLICIES, Request
+from vegas_ops.speculative import POLICIES, Request, Tuning
 from vegas_ops.version import __version__
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\n" * 60
@@ -84,12 +84,64 @@ def test_standard_input_is_a_prompt() -> None:
     assert result.stdout.strip()
 
 
-def test_info_names_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_context_that_leaves_no_room_is_refused(
+    capsys: pytest.CaptureFixture[str], prompt_file: Path
+) -> None:
+    status, out, err = run(capsys, "demo", "--device", "cpu", "--prompt", prompt_file, "--context", 32_700)
+    assert status == 2 and out == ""
+    assert "`context` must be at most 32512" in err and err.count("\n") == 1
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--help"])
+    assert f"default: {demo.DEMO_CONTEXT}" in " ".join(capsys.readouterr().out.split())
+    assert all(name in cli._POLICY_HELP for name in POLICIES)
+
+
+def test_tune_writes_what_generate_reads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, prompt_file: Path
+) -> None:
+    common = ("--device", "cpu", "--prompt", prompt_file)
+    files = ("--out", tmp_path / "tuned.json", "--plot", tmp_path / "tuned.png")
+    status, out, _ = run(
+        capsys, "tune", *common, *files, "--policy", "vegas-lookahead", "--context", 600, "--new-tokens", 8,
+        "--gammas", 1, 3, "--ratios", 0.1, 0.3,
+    )  # fmt: skip
+    assert status == 0 and "fastest: " in out
+    for row in ("plain decoding", "1: acceptance by ratio", "2: speed by γ", "3: speed by ratio"):
+        assert row in out
+    assert (tmp_path / "tuned.png").read_bytes().startswith(b"\x89PNG")
+    tuned = Tuning.load(tmp_path / "tuned.json")
+    assert tuned.policy == "vegas-lookahead" and tuned.gamma in (0, 1, 3) and tuned.ratio in (0.1, 0.3)
+    options = ("--max-new-tokens", 12, "--tuned", tmp_path / "tuned.json")
+    plain = run(capsys, "generate", *common, "--max-new-tokens", 12, "--gamma", 0)[1]
+    assert run(capsys, "generate", *common, *options)[1] == plain
+    args = cli._parser().parse_args(["generate", "--prompt", "-", "--tuned", str(tmp_path / "tuned.json")])
+    assert cli._speculation(args) == (POLICIES["vegas-lookahead"], tuned.gamma, tuned.ratio)
+    args.gamma, args.policy = 4, "full"
+    assert cli._speculation(args) == (POLICIES["full"], 4, tuned.ratio)
+    for content in (
+        "{",
+        "[]",
+        '{"trials": []}',
+        (tmp_path / "tuned.json").read_text().replace("lookahead", "x"),
+    ):
+        (tmp_path / "bad.json").write_text(content)
+        status, _, err = run(capsys, "generate", *common, "--tuned", tmp_path / "bad.json")
+        assert status == 2 and "`tuned` must be what `vegas-ops tune` wrote" in err
+    status, _, err = run(capsys, "tune", *common, "--out", tmp_path / "no" / "folder.json")
+    assert status == 2 and "`out` must be a .json file in an existing folder" in err
+
+
+def test_info_names_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     status, out, _ = run(capsys, "info")
     assert status == 0
     assert __version__ in out and torch.__version__ in out
     for op in ("flash_attn_with_logit_dump", "topk_aggregate_logits", "sparse_paged_decode"):
         assert op in out
+    for architectures, told in (("80 90", "built"), ("80 100", "not built: 90 is not among"), ("", "")):
+        monkeypatch.setattr("vegas_ops._C.cuda_architectures", lambda names=architectures: names)
+        _, out, _ = run(capsys, "info")
+        line = next((x for x in out.splitlines() if x.startswith("Hopper kernels")), "")
+        assert line.removeprefix("Hopper kernels").strip().startswith(told) and bool(line) == bool(told)
 
 
 def test_bench_runs_what_the_repository_has(
@@ -98,6 +150,8 @@ def test_bench_runs_what_the_repository_has(
     folder = tmp_path / "benchmarks"
     monkeypatch.setattr(cli, "_BENCHMARKS", folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("verify", "selection", "acceptance"):
+        monkeypatch.setitem(sys.modules, name, sys)  # forgotten in the end, as what replaces it
     status, _, err = run(capsys, "bench")
     assert status == 2 and "clone it" in err
     folder.mkdir()
@@ -187,7 +241,7 @@ def test_wrong_options_exit_with_usage(capsys: pytest.CaptureFixture[str]) -> No
 def test_default_prompt_is_long_and_the_same_each_time() -> None:
     text = demo.standard_library_text()
     assert text == demo.standard_library_text()
-    assert len(Tokenizer(DEMO_MODEL).encode(text)) >= cli.DEMO_CONTEXT
+    assert len(Tokenizer(DEMO_MODEL).encode(text)) >= demo.DEMO_CONTEXT
     with pytest.raises(ValueError, match="no standard-library sources"):
         demo.standard_library_text(("sys", "no_such_module"))
 
@@ -255,6 +309,6 @@ def test_plot_without_a_selection(tmp_path: Path) -> None:
 def test_demo_model_is_complete() -> None:
     model = Qwen3Model.from_pretrained(DEMO_MODEL)
     config = json.loads((DEMO_MODEL / "config.json").read_text())
-    assert model.max_position == config["max_position_embeddings"] >= cli.DEMO_CONTEXT
+    assert model.max_position == config["max_position_embeddings"] >= demo.DEMO_CONTEXT
     readme = (DEMO_MODEL / "README.md").read_text()
     assert "PSF-2.0" in readme and "public domain" in readme

@@ -1,10 +1,11 @@
-"""The command line: `vegas-ops demo | generate | info | bench`."""
+"""The command line: `vegas-ops demo | generate | tune | info | bench`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,13 +14,17 @@ from typing import Any
 
 from vegas_ops.version import __version__
 
-DEMO_CONTEXT = 24_576
 DEMO_GAMMA = 6
 DEMO_RATIO = 0.05
 DEMO_POLICY = "vegas-lookahead"
 DEMO_NEW_TOKENS = 256
+POLICY, GAMMA, RATIO = "vegas", 6, 0.07  # the paper's
 
 _BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+_POLICY_HELP = (
+    "what drafts attend to: vegas, vegas-lookahead, streaming, snapkv, quest, specextend, pillar, "
+    "topk-oracle, random or full"
+)
 _OP_BENCHMARKS = ("verify", "selection", "sparse")  # need no arguments
 
 
@@ -55,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model_options(demo)
     demo.add_argument("--prompt", type=Path, help="UTF-8 text (default: Python's own library sources)")
-    demo.add_argument(
-        "--context", type=_count, default=DEMO_CONTEXT, help="tokens of the text to keep, its last ones"
-    )
+    _add_context_option(demo)
     _add_speculation_options(demo, DEMO_GAMMA, DEMO_RATIO, DEMO_POLICY)
     demo.add_argument("--max-new-tokens", type=_count, default=DEMO_NEW_TOKENS)
     demo.add_argument("--plot", type=Path, default=Path("vegas-demo.png"), help="PNG to write")
@@ -70,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model_options(generate)
     generate.add_argument("--prompt", type=Path, required=True, help="UTF-8 text, or - for standard input")
-    _add_speculation_options(generate, 6, 0.07, "vegas")
+    _add_speculation_options(generate, GAMMA, RATIO, POLICY)
     generate.add_argument("--max-new-tokens", type=_count, default=256)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     generate.add_argument("--top-p", type=float, default=1.0)
@@ -78,6 +81,29 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--min-p", type=float, default=0.0)
     generate.add_argument("--seed", type=int, help="default: a random one")
     generate.set_defaults(run=_generate)
+
+    tune = commands.add_parser(
+        "tune",
+        help="find the fastest gamma and ratio for a model and prompts",
+        description="Decodes the prompts as one batch: the smallest ratio where acceptance saturates, then "
+        "the fastest gamma, then the fastest ratio. `generate --tuned` and `demo --tuned` read the result.",
+    )
+    _add_model_options(tune)
+    tune.add_argument(
+        "--prompt", type=Path, nargs="+", default=[], help="UTF-8 texts (default: Python's own sources)"
+    )
+    _add_context_option(tune)
+    tune.add_argument("--policy", default=POLICY, help=_POLICY_HELP)
+    tune.add_argument("--gammas", type=int, nargs="+", default=[2, 3, 4, 5, 6, 7, 8, 10])
+    tune.add_argument("--ratios", type=float, nargs="+", default=[0.02, 0.03, 0.05, 0.07, 0.1, 0.15])
+    tune.add_argument(
+        "--new-tokens", type=_count, default=64, help="of every prompt and setting (%(default)s)"
+    )
+    tune.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    tune.add_argument("--top-p", type=float, default=1.0)
+    tune.add_argument("--out", type=Path, default=Path("vegas-tuned.json"), help="JSON to write")
+    tune.add_argument("--plot", type=Path, default=Path("vegas-tuned.png"), help="PNG to write")
+    tune.set_defaults(run=_tune)
 
     info = commands.add_parser("info", help="version, build, devices, and which kernel serves which op")
     info.set_defaults(run=_info)
@@ -117,19 +143,36 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_speculation_options(parser: argparse.ArgumentParser, gamma: int, ratio: float, policy: str) -> None:
+def _add_context_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--policy",
-        default=policy,
-        help="what drafts attend to: vegas, vegas-lookahead, streaming, random, topk-oracle or full "
-        "(default: %(default)s)",
+        "--context",
+        type=_count,
+        help="tokens of a text to keep, its last ones (default: 24576, or what the model holds)",
     )
-    parser.add_argument("--gamma", type=int, default=gamma, help="drafts per verification (%(default)s)")
+
+
+def _add_speculation_options(parser: argparse.ArgumentParser, gamma: int, ratio: float, policy: str) -> None:
+    parser.add_argument("--policy", help=f"{_POLICY_HELP} (default: {policy})")
+    parser.add_argument("--gamma", type=int, help=f"drafts per verification ({gamma})")
     parser.add_argument(
-        "--ratio",
-        type=float,
-        default=ratio,
-        help="share of the context that drafts read, at least 256 tokens (%(default)s)",
+        "--ratio", type=float, help=f"share of the context that drafts read, at least 256 tokens ({ratio})"
+    )
+    parser.add_argument("--tuned", type=Path, help="JSON of `vegas-ops tune`: other defaults for these three")
+    parser.set_defaults(defaults=(policy, gamma, ratio))
+
+
+def _speculation(args: argparse.Namespace) -> tuple[Any, int, float]:
+    """Policy, gamma and ratio: as given, else as tuned, else the command's own."""
+    from vegas_ops.speculative import POLICIES, Tuning
+
+    policy, gamma, ratio = args.defaults
+    if args.tuned is not None:
+        tuned = Tuning.load(args.tuned)
+        policy, gamma, ratio = tuned.policy, tuned.gamma, tuned.ratio
+    return (
+        POLICIES[policy if args.policy is None else args.policy],
+        gamma if args.gamma is None else args.gamma,
+        ratio if args.ratio is None else args.ratio,
     )
 
 
@@ -137,14 +180,6 @@ def _model(folder: Path | None) -> Path | None:
     if folder is not None and not folder.is_dir():
         raise ValueError(f"`model` must be a folder, got {str(folder)!r}")
     return folder
-
-
-def _policy(name: str) -> Any:
-    from vegas_ops.speculative import POLICIES
-
-    if name not in POLICIES:
-        raise ValueError(f"`policy` must be one of {', '.join(POLICIES)}, got {name!r}")
-    return POLICIES[name]
 
 
 def _device(name: str | None) -> str:
@@ -176,14 +211,15 @@ def _demo(args: argparse.Namespace) -> int:
     from vegas_ops.demo import DemoOptions, run_demo
     from vegas_ops.session import DEMO_MODEL, DTYPES
 
+    policy, gamma, ratio = _speculation(args)
     options = DemoOptions(
         model=_model(args.model) or DEMO_MODEL,
         prompt=args.prompt,
         context=args.context,
         max_new_tokens=args.max_new_tokens,
-        gamma=args.gamma,
-        ratio=args.ratio,
-        policy=_policy(args.policy),
+        gamma=gamma,
+        ratio=ratio,
+        policy=policy,
         device=_device(args.device),
         dtype=DTYPES[args.dtype] if args.dtype else None,
         batch_invariant=args.batch_invariant,
@@ -203,7 +239,7 @@ def _generate(args: argparse.Namespace) -> int:
         min_p=args.min_p,
         seed=args.seed,
     )
-    policy, device = _policy(args.policy), _device(args.device)
+    (policy, gamma, ratio), device = _speculation(args), _device(args.device)
     text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)
     session = Session(
         _model(args.model) or DEMO_MODEL,
@@ -216,12 +252,12 @@ def _generate(args: argparse.Namespace) -> int:
         sampling,
         max_new_tokens=args.max_new_tokens,
         stop_token_ids=session.model.config.eos_token_ids,
-        gamma=args.gamma,
+        gamma=gamma,
         policy=policy,
-        ratio=args.ratio,
+        ratio=ratio,
     )
 
-    decoder = session.decoder(len(request.prompt) + args.max_new_tokens + args.gamma + 1)
+    decoder = session.decoder(len(request.prompt) + args.max_new_tokens + gamma + 1)
     with _PromptBar(len(request.prompt)) as bar:
         decoder.on_prompt = bar.update
 
@@ -241,6 +277,31 @@ def _generate(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from vegas_ops.session import DEMO_MODEL, DTYPES
+    from vegas_ops.speculative import POLICIES, SamplingParams
+    from vegas_ops.tune import TuneOptions, run_tune
+
+    options = TuneOptions(
+        model=_model(args.model) or DEMO_MODEL,
+        prompts=args.prompt,
+        context=args.context,
+        new_tokens=args.new_tokens,
+        gammas=args.gammas,
+        ratios=args.ratios,
+        policy=POLICIES[args.policy],
+        sampling=SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=0),
+        device=_device(args.device),
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        batch_invariant=args.batch_invariant,
+        out=args.out,
+        plot=args.plot,
+    )
+    return run_tune(options, Console())
 
 
 class _PromptBar:
@@ -282,6 +343,9 @@ def _info(args: argparse.Namespace) -> int:
     architectures = _C.cuda_architectures()
     facts.add_row("vegas_ops", f"{__version__}, library {_C.version()}")
     facts.add_row("CUDA architectures", architectures or "none: a CPU build")
+    if architectures:
+        hopper = re.search(r"\b90a?\b", architectures)
+        facts.add_row("Hopper kernels", "built" if hopper else "not built: 90 is not among the architectures")
     facts.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     facts.add_row("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     facts.add_row("CPU", f"{_C.cpu_isa()} kernels, {torch.get_num_threads()} threads")

@@ -17,6 +17,7 @@ from vegas_ops.session import PAGE_SIZE, Run, Session, common_prefix, printable,
 from vegas_ops.speculative import Full, Policy, Request, SamplingParams, SpeculativeDecoder
 
 # Sources that every Python from 3.10 on has; the last one is cut off where the model goes on.
+DEMO_CONTEXT = 24_576  # tokens
 STANDARD_LIBRARY = ("tarfile", "statistics")
 
 
@@ -24,7 +25,7 @@ STANDARD_LIBRARY = ("tarfile", "statistics")
 class DemoOptions:
     model: Path
     prompt: Path | None  # None: the standard library
-    context: int  # tokens of the prompt at most: its last ones
+    context: int | None  # tokens of the prompt at most: its last ones
     max_new_tokens: int
     gamma: int
     ratio: float
@@ -68,8 +69,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     )
     source = str(options.prompt or "Python's standard library")
     text = read_text(options.prompt) if options.prompt else standard_library_text()
-    room = session.model.max_position - options.max_new_tokens
-    ids = session.encode(text, options.max_new_tokens, keep=min(options.context, room))
+    context = session.context(options.context, DEMO_CONTEXT, options.max_new_tokens)
+    ids = session.encode(text, options.max_new_tokens, keep=context)
     model = session.model
     dtype = str(model.dtype).removeprefix("torch.")
     console.print(

@@ -1,11 +1,14 @@
-"""Pictures of a run: which positions the layers selected, and which drafts were accepted."""
+"""Pictures: which positions the layers selected and which drafts were accepted; a tuning."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from vegas_ops.speculative.tuning import Tuning
 
 _BINS = 240
 
@@ -79,6 +82,40 @@ def plot_run(
     right.bar(positions, [100 * a for a in accepted], color="tab:orange")
     right.set(xlabel="draft position", ylabel="accepted, %", ylim=(0, 100), xticks=positions)
     right.set_title("accepted, if all before it were")
+    _save(figure, path)
+
+
+def plot_tuning(path: Path, tuning: Tuning) -> None:
+    """Writes the three steps of a tuning as a PNG. Raises ValueError where it cannot be written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    plain = tuning.trials[0].tokens_per_second
+    figure.suptitle(f"{tuning.policy}: {tuning.batch} x {tuning.context:,} tokens")
+    for step, panel in enumerate(panels, 1):
+        trials = [trial for trial in tuning.trials if trial.step == step]
+        x = [trial.gamma if step == 2 else trial.ratio for trial in trials]
+        if step == 1:
+            y = [100 * trial.acceptance for trial in trials]
+            panel.set(ylabel="drafts accepted, %", title=f"acceptance, γ = {trials[0].gamma}")
+        else:
+            y = [trial.tokens_per_second for trial in trials]
+            fixed = f"ratio {trials[0].ratio:g}" if step == 2 else f"γ = {trials[0].gamma}"
+            panel.axhline(plain, color="gray", linestyle="--", label="plain decoding")
+            panel.set(ylabel="tokens/s", title=f"throughput, {fixed}")
+            panel.legend()
+        panel.plot(x, y, marker="o", color="tab:orange")
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("γ, drafts per verification" if step == 2 else "ratio, share of the context")
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
     try:
         figure.savefig(path, dpi=130)
     except OSError as error:

@@ -18,6 +18,7 @@ from vegas_ops.speculative.policies import POLICIES, VEGAS, VEGAS_LOOKAHEAD, Veg
 from vegas_ops.speculative.request import Request, Statistics
 from vegas_ops.speculative.sampling import RepetitionPenalty, SamplingParams
 from vegas_ops.speculative.selection import Policy, Selection
+from vegas_ops.speculative.tuning import Trial, Tuning, tune
 
 __all__ = [
     "POLICIES",
@@ -45,7 +46,10 @@ __all__ = [
     "Statistics",
     "Streaming",
     "TopkOracle",
+    "Trial",
+    "Tuning",
     "Vegas",
     "accept_greedy",
     "accept_sampled",
+    "tune",
 ]

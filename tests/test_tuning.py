@@ -1,0 +1,116 @@
+"""The tuner's three steps, on a machine whose speeds are given."""
+
+from __future__ import annotations
+
+import pytest
+from test_loop import PROMPTS, decoder_of
+from tiny_model import TinyModel
+
+from vegas_ops.speculative import VEGAS_LOOKAHEAD, Request, SamplingParams, Trial, Tuning, tune, tuning
+
+
+class Machine:
+    """Stands in for `decode_together`: acceptance saturates at ratio 0.05, a draft costs what its
+    ratio reads, and `draft_cost` on top; a verification costs 1."""
+
+    def __init__(self, draft_cost: float = 0.05) -> None:
+        self.draft_cost, self.calls = draft_cost, []
+
+    def __call__(self, decoder, prompts, new_tokens, **options):
+        self.calls.append((options, new_tokens))
+        gamma, ratio = options["gamma"], options["ratio"]
+        accepted = {0.02: 0.5, 0.03: 0.7, 0.05: 0.79}.get(ratio, 0.8)
+        per_round = 1 + sum(accepted**i for i in range(1, gamma + 1))
+        requests = []
+        for _ in prompts:
+            request = Request([1], **options)
+            s = request.statistics
+            s.iterations, s.tokens = 1000, round(1000 * per_round)
+            s.drafted, s.accepted = 1000 * gamma, round(1000 * gamma * accepted)
+            requests.append(request)
+        seconds = 1000 * (1 + gamma * (self.draft_cost + ratio))
+        return tuning.Decoded(requests, sum(r.statistics.tokens for r in requests), seconds)
+
+
+def run(monkeypatch, machine: Machine, **options) -> Tuning:
+    monkeypatch.setattr(tuning, "decode_together", machine)
+    return tune(decoder_of(TinyModel()), [Request(p) for p in PROMPTS], **options)
+
+
+def test_the_three_steps(monkeypatch):
+    machine = Machine()
+    seen: list[tuple[Trial, int]] = []
+    best = run(monkeypatch, machine, on_trial=lambda *arguments: seen.append(arguments))
+    trials = {step: [t for t in best.trials if t.step == step] for step in range(4)}
+    assert [t.ratio for t in trials[1]] == list(tuning.RATIOS)
+    assert {t.gamma for t in trials[1]} == {tuning.FIRST_GAMMA}
+    # 0.79 is within 0.02 of the best acceptance, 0.70 is not.
+    assert {t.ratio for t in trials[2]} == {0.05}
+    assert [t.gamma for t in trials[2]] == list(tuning.GAMMAS)
+    fastest = max(trials[2], key=lambda t: t.tokens_per_second)
+    assert {t.gamma for t in trials[3]} == {fastest.gamma} == {best.gamma}
+    assert best.ratio == max(trials[3], key=lambda t: t.tokens_per_second).ratio
+    speed = max(t.tokens_per_second for t in trials[3])
+    assert speed == max(t.tokens_per_second for t in best.trials) > trials[0][0].tokens_per_second
+    assert [trial for trial, _ in seen] == list(best.trials)
+    assert {total for _, total in seen} == {len(best.trials)}
+    # Each setting once, though steps share some: warmed up, then measured.
+    settings = [(options["gamma"], options["ratio"]) for options, _ in machine.calls]
+    assert len(settings) == 2 * len(set(settings)) == 2 * len({(t.gamma, t.ratio) for t in best.trials})
+
+
+def test_plain_decoding_wins_where_drafts_cost_too_much(monkeypatch):
+    best = run(monkeypatch, Machine(draft_cost=1.0))
+    assert best.gamma == 0 and best.trials[0].gamma == 0
+
+
+def test_options_reach_every_request(monkeypatch):
+    machine = Machine()
+    sampling = SamplingParams(temperature=0.6, seed=0)
+    best = run(
+        monkeypatch, machine, policy=VEGAS_LOOKAHEAD, gammas=[4], ratios=[0.1], new_tokens=9,
+        min_tokens=32, sampling=sampling,
+    )  # fmt: skip
+    for options, _ in machine.calls:
+        assert (options["policy"], options["min_tokens"], options["sampling"]) == (
+            VEGAS_LOOKAHEAD, 32, sampling
+        )  # fmt: skip
+    assert [t.step for t in best.trials] == [0, 1, 2, 3] and max(n for _, n in machine.calls) == 9
+    assert (best.policy, best.context, best.batch, best.min_tokens) == ("vegas-lookahead", 90, 4, 32)
+
+
+def test_speed_is_that_of_the_whole_batch(monkeypatch):
+    """The clock stops when the first request ends; all are decoded to their ends."""
+    clock = iter(range(100))
+    monkeypatch.setattr(tuning, "now", lambda decoder: next(clock))
+    decoder = decoder_of(TinyModel())
+    held = [decoder.hold_prompt(p) for p in PROMPTS[1:]]
+    decoded = tuning.decode_together(decoder, held, 20, gamma=3, ratio=0.5, min_tokens=3)
+    assert [len(request.output) for request in decoded.requests] == [20] * 3
+    assert decoded.seconds == 1
+    ends = [request.statistics.iterations for request in decoded.requests]
+    assert min(ends) < max(ends) and 3 * min(ends) < decoded.tokens < 3 * 19 + 1
+    assert decoded.tokens_per_second == decoded.tokens
+
+
+def test_on_a_real_decoder(tmp_path):
+    decoder = decoder_of(TinyModel(), num_tokens=8192)
+    held = [decoder.hold_prompt(p) for p in PROMPTS[1:]]
+    best = tune(decoder, held, gammas=[2, 4], ratios=[0.2, 0.6], new_tokens=12, min_tokens=3)
+    assert all(t.tokens_per_second > 0 for t in best.trials)
+    assert all(1 <= t.tokens_per_iteration <= t.gamma + 1 for t in best.trials)
+    assert decoder.running == decoder.waiting == []
+    best.save(tmp_path / "tuned.json")
+    assert Tuning.load(tmp_path / "tuned.json") == best
+    with pytest.raises(ValueError, match="`tuned` must be a readable file"):
+        Tuning.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"gammas": [0]}, "gammas"), ({"ratios": []}, "ratios"), ({"ratios": [1.5]}, "ratios"),
+     ({"new_tokens": 1}, "new_tokens")],
+)  # fmt: skip
+def test_mistakes_name_the_argument(options, name):
+    with pytest.raises(ValueError, match=f"`{name}` must"):
+        tune(decoder_of(TinyModel()), [Request([1])], **options)

@@ -1,0 +1,192 @@
+"""Which gamma and ratio decode fastest: the paper's three steps, measured on one's own prompts.
+
+1. At a middling gamma, the smallest ratio at which acceptance saturates.
+2. At that ratio, the gamma with the highest throughput.
+3. At that gamma, the ratio with the highest throughput.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vegas_ops.speculative.loop import SpeculativeDecoder
+from vegas_ops.speculative.policies import POLICIES, VEGAS
+from vegas_ops.speculative.request import Request
+from vegas_ops.speculative.sampling import SamplingParams
+from vegas_ops.speculative.selection import Policy
+
+GAMMAS = (2, 3, 4, 5, 6, 7, 8, 10)
+RATIOS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15)
+FIRST_GAMMA = 6
+SATURATED = 0.02  # acceptance within this of the best counts as the best
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting, measured. step: 1 to 3, 0 for plain decoding; acceptance: accepted drafts of all."""
+
+    step: int
+    gamma: int
+    ratio: float
+    acceptance: float
+    tokens_per_iteration: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The fastest setting of a policy; gamma 0 where plain decoding was faster than all.
+
+    context: tokens of the longest prompt; batch: prompts decoded together; trials: in the order in
+    which they ran, plain decoding first.
+    """
+
+    policy: str
+    gamma: int
+    ratio: float
+    min_tokens: int
+    context: int
+    batch: int
+    trials: tuple[Trial, ...]
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> Tuning:
+        """Reads what `save` wrote; ValueError, naming the file, for anything else."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            trials = tuple(Trial(**trial) for trial in values.pop("trials"))
+            tuning = Tuning(**values, trials=trials)
+            Request([0], policy=POLICIES[tuning.policy], gamma=tuning.gamma, ratio=tuning.ratio)
+        except OSError as error:
+            raise ValueError(f"`tuned` must be a readable file: {path}: {error.strerror}") from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"`tuned` must be what `vegas-ops tune` wrote: {path}: {error}") from None
+        return tuning
+
+
+class Decoded(NamedTuple):
+    """Requests that were decoded together, and the speed while all of them ran: tokens emitted from
+    each one's first token to the end of the first one to end, over the seconds that it took."""
+
+    requests: list[Request]
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def decode_together(
+    decoder: SpeculativeDecoder, prompts: Sequence[Request], new_tokens: int, **options: Any
+) -> Decoded:
+    """Continues held prompts (`SpeculativeDecoder.hold_prompt`) as one batch, to their ends.
+    options: of the requests. ValueError where the model's logits fail."""
+    requests = [
+        decoder.add(Request(p.prompt, max_new_tokens=new_tokens, share_prefix_with=p, **options))
+        for p in prompts
+    ]
+    decoder.step()
+    tokens, start = 0, now(decoder)
+    while not any(request.finished for request in requests):
+        tokens += sum(len(new) for _, new in decoder.step())
+    seconds = now(decoder) - start
+    decoder.run()
+    for request in requests:
+        if request.finish_reason == "error":
+            raise ValueError(f"decoding failed: {request.error}")
+    return Decoded(requests, tokens, seconds)
+
+
+def now(decoder: SpeculativeDecoder) -> float:
+    """Seconds, when the device has done all it was given."""
+    if decoder.on_gpu:
+        torch.cuda.synchronize(decoder.cache.device)
+    return time.perf_counter()
+
+
+def tune(
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[Request],
+    policy: Policy = VEGAS,
+    *,
+    gammas: Sequence[int] = GAMMAS,
+    ratios: Sequence[float] = RATIOS,
+    new_tokens: int = 64,
+    min_tokens: int = 256,
+    sampling: SamplingParams | None = None,
+    on_trial: Callable[[Trial, int], None] | None = None,
+) -> Tuning:
+    """Measures and chooses. prompts: held by the decoder, decoded together; new_tokens: of each, at
+    every setting. on_trial(trial, total) after every trial; total: trials in all, at most.
+
+    Seconds are of a second run of the same setting; the first one warms up and captures graphs. A
+    setting that comes up twice is measured once.
+    """
+    for name, values, ok in (
+        ("prompts", prompts, True),
+        ("gammas", gammas, all(g >= 1 for g in gammas)),
+        ("ratios", ratios, all(0 < r <= 1 for r in ratios)),
+    ):
+        if not values or not ok:
+            raise ValueError(f"`{name}` must hold at least one, all within range, got {values!r}")
+    if new_tokens < 2:
+        raise ValueError(f"`new_tokens` must be at least 2, got {new_tokens}")
+    gammas, ratios = sorted(set(gammas)), sorted(set(ratios))
+    first_gamma = min(gammas, key=lambda g: abs(g - FIRST_GAMMA))
+    total = 1 + len(ratios) + len(gammas) + len(ratios)
+    trials: list[Trial] = []
+
+    def measure(step: int, gamma: int, ratio: float) -> Trial:
+        known = next((t for t in trials if (t.gamma, t.ratio) == (gamma, ratio)), None)
+        if known is None:
+            options = {
+                "policy": policy, "gamma": gamma, "ratio": ratio, "min_tokens": min_tokens,
+                "sampling": sampling or SamplingParams(),
+            }  # fmt: skip
+            decode_together(decoder, prompts, min(new_tokens, 3 * (gamma + 1) + 1), **options)
+            decoded = decode_together(decoder, prompts, new_tokens, **options)
+            s = [request.statistics for request in decoded.requests]
+            drafted = sum(x.drafted for x in s)
+            known = Trial(
+                step, gamma, ratio,
+                acceptance=sum(x.accepted for x in s) / drafted if drafted else 0.0,
+                tokens_per_iteration=sum(x.tokens for x in s) / sum(x.iterations for x in s),
+                tokens_per_second=decoded.tokens_per_second,
+            )  # fmt: skip
+        else:
+            known = Trial(**{**asdict(known), "step": step})
+        trials.append(known)
+        if on_trial is not None:
+            on_trial(known, total)
+        return known
+
+    plain = measure(0, 0, 1.0)
+    by_ratio = [measure(1, first_gamma, ratio) for ratio in ratios]
+    saturated = max(trial.acceptance for trial in by_ratio) - SATURATED
+    ratio = next(trial.ratio for trial in by_ratio if trial.acceptance >= saturated)
+    gamma = max((measure(2, g, ratio) for g in gammas), key=_speed).gamma
+    best = max((measure(3, gamma, r) for r in ratios), key=_speed)
+    return Tuning(
+        policy.name,
+        best.gamma if best.tokens_per_second > plain.tokens_per_second else 0,
+        best.ratio,
+        min_tokens,
+        max(len(prompt.prompt) for prompt in prompts),
+        len(prompts),
+        tuple(trials),
+    )
+
+
+def _speed(trial: Trial) -> float:
+    return trial.tokens_per_second
