@@ -1,14 +1,13 @@
 """A batch of long texts continued greedily, plainly and with drafts: tokens per second, acceptance, identity.
 
 Every request continues the texts at another place. All runs share the prompts' pages; what is timed is
-decoding alone, from each request's first token on, after a short run of the same kind. No token ends an
-output early.
+decoding alone, from the first token of all on to the end of the first output, after a short run of the
+same kind. No token ends an output early.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from rich.table import Table
 
 from vegas_ops.demo import print_identity, standard_library_text
 from vegas_ops.session import DEMO_MODEL, DTYPES, PAGE_SIZE, Session, read_text
-from vegas_ops.speculative import POLICIES, Policy, Request, SpeculativeDecoder
+from vegas_ops.speculative import POLICIES, Request
+from vegas_ops.speculative.tuning import Decoded, decode_together, now
 
 
 def cut_prompts(ids: Sequence[int], batch: int, context: int) -> list[list[int]]:
@@ -30,51 +30,14 @@ def cut_prompts(ids: Sequence[int], batch: int, context: int) -> list[list[int]]
     return [repeated[: len(repeated) - len(ids) + end][-context:] for end in ends]
 
 
-def decode(
-    decoder: SpeculativeDecoder,
-    prompts: Sequence[Request],
-    new_tokens: int,
-    policy: Policy,
-    gamma: int,
-    ratio: float,
-) -> tuple[list[Request], float]:
-    """Continues held prompts as one batch; the seconds leave out every request's first token."""
-    requests = [
-        Request(
-            prompt.prompt,
-            max_new_tokens=new_tokens,
-            gamma=gamma,
-            policy=policy,
-            ratio=ratio,
-            share_prefix_with=prompt,
-        )
-        for prompt in prompts
-    ]
-    for request in requests:
-        decoder.add(request)
-    decoder.step()
-    start = now(decoder)
-    decoder.run()
-    seconds = now(decoder) - start
-    for request in requests:
-        if request.finish_reason == "error":
-            raise ValueError(f"decoding failed: {request.error}")
-    return requests, seconds
-
-
-def now(decoder: SpeculativeDecoder) -> float:
-    if decoder.cache.device.type == "cuda":
-        torch.cuda.synchronize(decoder.cache.device)
-    return time.perf_counter()
-
-
-def measure(requests: Sequence[Request], seconds: float) -> dict[str, Any]:
+def measure(decoded: Decoded) -> dict[str, Any]:
+    requests = decoded.requests
     tokens = sum(request.statistics.tokens for request in requests)
     iterations = sum(request.statistics.iterations for request in requests)
     read = sum(request.statistics.draft_bytes + request.statistics.verify_bytes for request in requests)
     return {
-        "us": round(1e6 * seconds / tokens, 2),
-        "tokens_per_second": round(tokens / seconds, 1),
+        "us": round(1e6 / decoded.tokens_per_second, 2),
+        "tokens_per_second": round(decoded.tokens_per_second, 1),
         "tokens_per_verification": round(tokens / iterations, 3),
         "drafted": sum(request.statistics.drafted for request in requests),
         "accepted": sum(request.statistics.accepted for request in requests),
@@ -109,6 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--ratio", type=float, default=0.07, help="of the cache drafts read (default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="write loop.jsonl, the record that is kept, not loop-quick.jsonl",
+    )
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.policies if name not in POLICIES]
     if unknown:
@@ -139,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.context > room:
         parser.error(f"--context must be at most {room}, so that the output fits, got {arguments.context}")
     device = session.model.device
-    results = ResultFile(arguments.out / slug(device_name(device)) / "loop.jsonl")
+    name = "loop.jsonl" if arguments.record else "loop-quick.jsonl"
+    results = ResultFile(arguments.out / slug(device_name(device)) / name)
     results.write({**environment(device), "model": arguments.model.name, "peers": {}})
     unexplained = 0
     for batch in arguments.batch:
@@ -170,11 +139,14 @@ def run_batch(
     table.box, table.pad_edge = None, False
     plain: list[Request] = []
     plain_us, unexplained = 0.0, 0
+    decode_together(decoder, held, new_tokens, gamma=0)  # what comes first is slow
     for name, drafts in (("plain", 0), *((name, gamma) for name in arguments.policies)):
-        policy = POLICIES.get(name, POLICIES["full"])
-        decode(decoder, held, min(new_tokens, 2 * gamma + 2), policy, drafts, arguments.ratio)
-        requests, seconds = decode(decoder, held, new_tokens, policy, drafts, arguments.ratio)
-        record = measure(requests, seconds)
+        options: dict[str, Any] = {"gamma": drafts, "ratio": arguments.ratio}
+        if drafts:
+            options["policy"] = POLICIES[name]
+        decode_together(decoder, held, min(new_tokens, 3 * gamma + 4), **options)  # captures graphs, too
+        decoded = decode_together(decoder, held, new_tokens, **options)
+        requests, record = decoded.requests, measure(decoded)
         if not drafts:
             plain, plain_us = requests, record["us"]
         different = [pair for pair in zip(plain, requests, strict=True) if pair[0].output != pair[1].output]

@@ -304,7 +304,8 @@ def test_loop(tmp_path: Path) -> None:
         [*command, *options, "--out", str(tmp_path)], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("*/loop.jsonl")
+    assert not list(tmp_path.glob("*/loop.jsonl")), "that name is the kept record's"
+    (path,) = tmp_path.glob("*/loop-quick.jsonl")
     head, *cells = (json.loads(line) for line in path.read_text().splitlines())
     assert head["model"] == "qwen3-6m-longctx" and head["sources"]
     policies = ["plain", "vegas", "vegas-lookahead"]
