@@ -64,8 +64,10 @@ class Linear:
         return True
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: (rows, in_features) -> (rows, out_features), a new tensor."""
+        """x: (rows, in_features) -> (rows, out_features); the result may lie in `residual`'s memory."""
         if self._weight is not None:
+            if residual is not None and self.bias is None and not self.fixed_rows:
+                return residual.addmm_(x, self._weight.t())  # one kernel instead of two
             out = self._fixed(x) if self.fixed_rows else F.linear(x, self._weight, self.bias)
             return out if residual is None else out + residual
         pointwise = torch.ops.mkldnn._linear_pointwise

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from vegas_ops.models.config import ModelFolderError, Qwen3Config
+from vegas_ops.models.fused import silu_mul, weigh_and_rotate
 from vegas_ops.models.linear import Linear
 from vegas_ops.models.rope import pair_order, rope_table
 from vegas_ops.models.weights import SafetensorsFolder
@@ -34,7 +34,7 @@ class Attend(Protocol):
 class _Layer:
     input_norm: torch.Tensor  # (hidden,)
     qkv: Linear
-    qk_norm: torch.Tensor  # (num_heads_q + num_heads_kv, head_dim): one weight a head, as multiplied
+    qk_norm: torch.Tensor  # (num_heads_q + num_heads_kv, head_dim) fp32: one weight a head, as multiplied
     attention_out: Linear
     mlp_norm: torch.Tensor  # (hidden,)
     gate_up: Linear
@@ -173,7 +173,7 @@ class Qwen3Model:
                     weight("self_attn.q_norm")[order].expand(config.num_heads_q, -1),
                     weight("self_attn.k_norm")[order].expand(config.num_heads_kv, -1),
                 ]
-            ).to(self.device),
+            ).to(self.device, torch.float32),
             attention_out=join([weight("self_attn.o_proj")], [bias("self_attn.o_proj")]),
             mlp_norm=weight("post_attention_layernorm").to(self.device),
             gate_up=join([weight("mlp.gate_proj"), weight("mlp.up_proj")], []),
@@ -192,24 +192,18 @@ class Qwen3Model:
         q_heads, head_dim = config.num_heads_q, config.head_dim
         qk_heads = q_heads + config.num_heads_kv
         heads_shape = (rows, qk_heads + config.num_heads_kv, head_dim)
-        pairs_shape = (rows, qk_heads, head_dim // 2, 2)
         hidden_shape, head_shape = (config.hidden_size,), (head_dim,)
-        half = self.dtype != torch.float32
-        x = F.embedding(token_ids, self._embedding)
+        x = self._embedding[token_ids]
         rope = self._rope[positions].unsqueeze(1)
         # torch.rms_norm and few views: on small models the cost of a decoding step is calls.
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(torch.rms_norm(x, hidden_shape, layer.input_norm, eps)).view(heads_shape)
             qk, v = qkv.tensor_split((qk_heads,), 1)
-            qk = torch.rms_norm(qk, head_shape, None, eps) * layer.qk_norm
-            pairs = torch.view_as_complex((qk.float() if half else qk).view(pairs_shape))
-            qk = torch.view_as_real(pairs * rope).view(rows, qk_heads, head_dim)
-            if half:
-                qk = qk.to(self.dtype)
+            qk = weigh_and_rotate(torch.rms_norm(qk, head_shape, None, eps), layer.qk_norm, rope)
             q, k = qk.tensor_split((q_heads,), 1)
             x = layer.attention_out(attend(index, q, k, v).flatten(1), x)
             gate, up = layer.gate_up(torch.rms_norm(x, hidden_shape, layer.mlp_norm, eps)).chunk(2, 1)
-            x = layer.down(F.silu(gate).mul_(up), x)
+            x = layer.down(silu_mul(gate, up), x)
         return torch.rms_norm(x, hidden_shape, self._norm, eps)
 
     @torch.no_grad()
