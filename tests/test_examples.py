@@ -60,8 +60,31 @@ def test_readme_driver_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert found and float(found[1]) > 1
 
 
+def test_readme_transformers_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (block,) = readme_blocks("integrations.transformers")
+    names = {"folder": DEMO_MODEL, "text": "def add(a, b):\n    return a + b\n" * 60}
+    exec(compile(block, "README.md", "exec"), names)
+    assert "return" in capsys.readouterr().out
+
+
 def test_documents_link_to_files_that_exist() -> None:
     for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
             if not target.startswith(("http:", "https:", "mailto:")):
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_integrators_guide_runs() -> None:
+    pytest.importorskip("transformers")
+    text = (ROOT / "docs" / "integrating.md").read_text()
+    names: dict[str, Any] = {
+        "folder": DEMO_MODEL,
+        "texts": ["def add(a, b):\n    return a + b\n" * 30, "import os\n" * 20],
+    }
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, "integrating.md", "exec"), names)
+    assert names["output"].tolist() == names["same"].tolist()
+    assert len(names["first"].output) == len(names["second"].output) == 30
+    assert len(names["request"].output) == 20
+    assert names["length"].tolist() == [32, 32]
