@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny_model import TinyModel, new_cache
@@ -38,28 +40,30 @@ def sinks(seed: int) -> Tensor:
     return torch.randn(4, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def tiny(layers: list[LayerAttention]) -> TinyModel:
-    model = TinyModel(num_layers=len(layers), seed=5)
+def tiny(layers: list[LayerAttention], **options: Any) -> TinyModel:
+    model = TinyModel(num_layers=len(layers), seed=5, **options)
     model.layer_attention = layers  # type: ignore[attr-defined]
     return model
 
 
+def mixed_layers(device: str = "cpu") -> list[LayerAttention]:
+    return [
+        LayerAttention(window=WINDOW, sinks=sinks(1).to(device)),
+        LayerAttention(sinks=sinks(2).to(device)),
+        LayerAttention(window=WINDOW, softcap=3.0),
+        LayerAttention(softcap=2.0),
+    ]
+
+
 @pytest.fixture(scope="module")
 def mixed() -> TinyModel:
-    return tiny(
-        [
-            LayerAttention(window=WINDOW, sinks=sinks(1)),
-            LayerAttention(sinks=sinks(2)),
-            LayerAttention(window=WINDOW, softcap=3.0),
-            LayerAttention(softcap=2.0),
-        ]
-    )
+    return tiny(mixed_layers())
 
 
-def dense(model: TinyModel, text: list[int]) -> int:
-    """The next token of a text, with attention as the formula says, in fp64."""
-    n = len(text)
-    i, j = torch.arange(n)[:, None], torch.arange(n)[None]
+def dense(model: TinyModel, text: list[int]) -> Tensor:
+    """Logits (n, vocab_size) of a text, with attention as the formula says, in fp64."""
+    n, device = len(text), model.device
+    i, j = torch.arange(n, device=device)[:, None], torch.arange(n, device=device)[None]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         a = model.layer_attention[layer]  # type: ignore[attr-defined]
@@ -71,15 +75,17 @@ def dense(model: TinyModel, text: list[int]) -> int:
         logits = logits.masked_fill(hidden, -torch.inf)
         if a.sinks is not None:
             logits = torch.cat([logits, a.sinks.double()[:, None, None].expand(-1, n, 1)], -1)
-        return torch.einsum("hij,jhd->ihd", logits.softmax(-1)[..., :n], v).float()
+        return torch.einsum("hij,jhd->ihd", logits.softmax(-1)[..., :n], v).to(q.dtype)
 
-    hidden = model.forward(torch.tensor(text), torch.arange(n), attend)
-    return int(model.compute_logits(hidden)[-1].argmax())
+    hidden = model.forward(torch.tensor(text, device=device), torch.arange(n, device=device), attend)
+    return model.compute_logits(hidden)
 
 
-def decode(model: TinyModel, policy: Policy = VEGAS, gamma: int = 4) -> list[Request]:
+def decode(
+    model: TinyModel, policy: Policy = VEGAS, gamma: int = 4, prompts: list[list[int]] = PROMPTS
+) -> list[Request]:
     requests = [
-        Request(p, gamma=gamma, policy=policy, ratio=0.1, min_tokens=4, max_new_tokens=30) for p in PROMPTS
+        Request(p, gamma=gamma, policy=policy, ratio=0.1, min_tokens=4, max_new_tokens=30) for p in prompts
     ]
     SpeculativeDecoder(model, new_cache(model), prefill_chunk=16).generate(requests)
     return requests
@@ -92,10 +98,8 @@ def plain(mixed: TinyModel) -> list[list[int]]:
 
 def test_plain_decoding_is_what_the_formula_says(mixed: TinyModel, plain: list[list[int]]) -> None:
     for prompt, output in zip(PROMPTS, plain, strict=True):
-        text = list(prompt)
-        for token in output:
-            assert dense(mixed, text) == token
-            text.append(token)
+        logits = dense(mixed, [*prompt, *output[:-1]])
+        assert logits[len(prompt) - 1 :].argmax(-1).tolist() == output
 
 
 @pytest.mark.parametrize("policy", SAMPLE, ids=lambda p: p.name)
@@ -152,6 +156,25 @@ def test_sinks_take_their_share_of_the_weights(policy: Policy) -> None:
         query = alone[len(PROMPTS[2]) - 1][0]
     scores = torch.stack([alone[p][1] @ query for p in range(len(PROMPTS[2]))])
     assert chosen[0] == sorted(scores.topk(5).indices.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_on_a_gpu(cuda: torch.device, dtype: torch.dtype) -> None:
+    """Prompt, verification and drafts: every emitted token is near the formula's best, and drafts that
+    see everything are kept but for rounding."""
+    model = tiny(mixed_layers("cuda"), dtype=dtype, device="cuda", head_dim=64, max_position=2048)
+    prompts = [
+        torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 150, 900)
+    ]
+    for policy in SAMPLE:
+        for request in decode(model, policy, prompts=prompts):
+            logits = dense(model, request.tokens[:-1])[len(request.prompt) - 1 :]
+            chosen = logits.gather(1, torch.tensor(request.output, device=cuda)[:, None])[:, 0]
+            assert ((logits.amax(-1) - chosen) <= 0.1 * logits.std(-1)).float().mean() > 0.9
+            s = request.statistics
+            assert s.drafted > 0
+            if policy == Full():
+                assert s.accepted > 0.8 * s.drafted
 
 
 def test_a_model_of_windows_alone_is_decoded_plainly() -> None:

@@ -29,6 +29,14 @@ KERNELS = {
     "sparse": "sparse/cpu.cpp",
 }
 
+FLAKE = """{
+  description = "The ops of vegas_ops";
+  inputs.kernel-builder.url = "github:huggingface/kernels";
+  outputs = { self, kernel-builder }:
+    kernel-builder.lib.genKernelFlakeOutputs { inherit self; path = ./.; };
+}
+"""
+
 
 def replace(text: str, old: str, new: str, count: int) -> str:
     """Refuses to rewrite what has changed since this was written."""
@@ -109,6 +117,7 @@ def main(folder: Path) -> None:
         for kernel, source in KERNELS.items():
             (folder / "hub" / f"{isa}_{kernel}.cpp").write_text(cpu_kernel(isa, source))
     (folder / "hub" / "library.cpp").write_text(library())
+    (folder / "flake.nix").write_text(FLAKE)
     (folder / "torch-ext" / "torch_binding.cpp").write_text(binding())
     (package / "ops.py").write_text(wrappers())
     (package / "__init__.py").write_text(
