@@ -21,6 +21,7 @@ from vegas_ops.speculative import (
     Streaming,
 )
 from vegas_ops.speculative.loop import MAX_ROUNDS, RARE, bucket
+from vegas_ops.speculative.round import Round
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,45 @@ def test_one_round_serves_iterations_of_a_shape(model):
     decoder.generate([Request(p, gamma=4, max_new_tokens=30, **SMALL) for p in PROMPTS])
     sizes = sorted(shape.batch for shape in decoder._rounds)
     assert sizes == sorted(set(sizes)), "one round for each bucket"
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_rounds_go_ahead_while_the_batch_stays(model, plain, monkeypatch, gamma):
+    """Pages change hands at every step, requests join and end; what was computed ahead still holds."""
+    went: list[bool] = []
+    load = Round.load
+
+    def record(self, *arguments):
+        went.append(load(self, *arguments))
+        return went[-1]
+
+    monkeypatch.setattr(Round, "load", record)
+    decoder = fixed(model, page_size=2)
+    requests = [
+        Request(PROMPTS[i % 4], gamma=gamma, max_new_tokens=n, stop_token_ids=stops, **SMALL)
+        for i, (n, stops) in enumerate(zip((40, 31, 40, 40, 9, 40, 40), ((), (), plain[2][5:6], ()) * 2,
+                                           strict=False))
+    ]  # fmt: skip
+    for request in requests[:5]:
+        decoder.add(request)
+    for request in [None] * 8 + requests[5:]:
+        if request is not None:
+            decoder.add(request)
+        decoder.step()
+        decoder.step()
+    decoder.preempt(decoder.running[0])
+    decoder.run()
+    for i, request in enumerate(requests):
+        end = plain[2].index(plain[2][5]) + 1 if request.stop_token_ids else request.max_new_tokens
+        assert request.output == plain[i % 4][:end]
+    assert decoder.cache.num_free_pages == decoder.cache.k.shape[1]
+    assert sum(went) > len(went) / 2, "most iterations follow one of the same batch"
+
+
+def test_too_few_pages_to_go_ahead(model, plain):
+    decoder = fixed(model, num_tokens=200, page_size=4)
+    requests = [Request(p, gamma=g, max_new_tokens=40, **SMALL) for p in PROMPTS for g in (0, 6)]
+    assert decoder.generate(requests) == [output for output in plain for _ in range(2)]
 
 
 def test_a_rare_shape_is_served_by_a_larger_one(model):

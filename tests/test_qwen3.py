@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from vegas_ops.models import ModelFolderError, Qwen3Config, Qwen3Model, RopeScaling, Tokenizer
-from vegas_ops.models.fused import silu_mul, weigh_and_rotate
+from vegas_ops.models.fused import weigh_and_rotate
 from vegas_ops.models.linear import Linear
 from vegas_ops.models.qwen3 import parameter_shapes
 from vegas_ops.models.rope import rope_table
@@ -231,7 +231,7 @@ def test_rows_do_not_depend_on_how_many_there_are() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fused_steps_match_their_formulas(device: torch.device, dtype: torch.dtype) -> None:
+def test_norm_weights_and_rope_match_their_formula(device: torch.device, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(5, 3, 16, generator=generator).to(dtype)
     weight = 1 + 0.1 * torch.randn(3, 16, generator=generator)
@@ -244,11 +244,6 @@ def test_fused_steps_match_their_formulas(device: torch.device, dtype: torch.dty
     tolerance = 1e-5 if dtype == torch.float32 else 0.01
     assert got.dtype == dtype and got.shape == x.shape
     torch.testing.assert_close(got.cpu().double(), expected, rtol=tolerance, atol=tolerance)
-    both = torch.randn(5, 20, generator=generator).to(dtype)
-    gate, up = both.to(device).chunk(2, 1)
-    want = both.double()
-    want = want[:, :10] / (1 + (-want[:, :10]).exp()) * want[:, 10:]
-    torch.testing.assert_close(silu_mul(gate, up).cpu().double(), want, rtol=tolerance, atol=tolerance)
     sick = weigh_and_rotate(torch.full_like(x, torch.nan).to(device), weight.to(device), rope.to(device))
     assert sick.isnan().all()
 

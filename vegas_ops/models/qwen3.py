@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from vegas_ops.models.config import ModelFolderError, Qwen3Config
-from vegas_ops.models.fused import silu_mul, weigh_and_rotate
+from vegas_ops.models.fused import weigh_and_rotate
 from vegas_ops.models.linear import Linear
 from vegas_ops.models.rope import pair_order, rope_table
 from vegas_ops.models.weights import SafetensorsFolder
@@ -203,7 +204,7 @@ class Qwen3Model:
             q, k = qk.tensor_split((q_heads,), 1)
             x = layer.attention_out(attend(index, q, k, v).flatten(1), x)
             gate, up = layer.gate_up(torch.rms_norm(x, hidden_shape, layer.mlp_norm, eps)).chunk(2, 1)
-            x = layer.down(silu_mul(gate, up), x)
+            x = layer.down(F.silu(gate).mul_(up), x)
         return torch.rms_norm(x, hidden_shape, self._norm, eps)
 
     @torch.no_grad()

@@ -29,7 +29,7 @@ def accept_greedy(drafts: Tensor, num_drafts: Tensor, target_logits: Tensor) -> 
     committed token), so it judges draft i and row num_drafts gives the bonus token.
     """
     top, token = target_logits.max(-1)
-    valid = top.isfinite()
+    valid = top.abs() < torch.inf
     # NaN has an argmax, and a draft from NaN has the same one.
     count = _leading((drafts == token[:, :-1]) & valid[:, :-1], num_drafts)
     emitted = token.gather(1, count[:, None])[:, 0]

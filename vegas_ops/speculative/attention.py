@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from vegas_ops import ops
 from vegas_ops.speculative.kv_cache import PagedKVCache, to_device
@@ -219,7 +219,18 @@ class Group:
         ends = q_lens.cumsum(0)
         row = torch.arange(self.rows, device=device)
         owner = torch.searchsorted(ends, row, right=True)
-        self.row_ends = ends + self.span.start
+        held = owner.clamp(max=self.size - 1)
+        offset = row - (ends - q_lens)[held]
+        # Of every row: request, which of its rows, whether nobody's; of every request: its last row.
+        unused = owner == self.size
+        self.places = (
+            held + self.batch.start if self.batch.start else held,
+            offset.masked_fill(unused, 0),
+            unused,
+            ends + (self.span.start - 1),
+        )
+        cu_seqlens_q = torch.zeros(self.size + 1, dtype=torch.int32, device=device)
+        cu_seqlens_q[1:] = ends
         dump = policy.dump(first) if selects else "none"
         hint = self.guide_lse if selects and not first else None
         layers, heads_q, heads_kv = len(self.place), model.num_heads_q, model.num_heads_kv
@@ -237,19 +248,19 @@ class Group:
         dtype = torch.float32 if wide else torch.bfloat16
         guide = dump in ("token_weight", "kv_head")
         last_only = policy.last_row_only and dump not in ("none", "all")
-        candidates = r.lengths[self.batch].int()
+        candidates = r.candidates[self.batch]
         self.verified = Verified(
             dump=dump,
             logits=None if shape is None else torch.empty(shape, dtype=dtype, device=device),
             lse=torch.empty((layers, heads_q, self.rows), device=device),
             guide_lse=torch.empty((layers, batch, 2, heads_kv), device=device) if guide else None,
             hint=hint,
-            cu_seqlens_q=pad(ends, (1, 0)).int(),
+            cu_seqlens_q=cu_seqlens_q,
             owner=owner,
-            offset=row - pad(ends - q_lens, (0, 1))[owner],
+            offset=offset,
             candidates=candidates,
             seqused_k=r.seqused_k[self.batch],
-            k=r.budgets[self.batch].int(),
+            k=r.budgets[self.batch],
             num_accepted=r.num_accepted[self.batch],
             dump_rows=torch.full_like(candidates, 2) if last_only else None,
             seeds=r.seeds[self.batch],

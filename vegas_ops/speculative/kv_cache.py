@@ -161,9 +161,10 @@ class PagedKVCache:
         sequence.pages += fresh
         sequence.table[have:need] = to_device(fresh, torch.int32, self.device)
 
-    def truncate(self, sequence: CacheSequence, length: int) -> None:
-        """Rolls back (or commits) to `length` tokens and gives back the pages beyond them."""
-        keep = self._pages_of(length)
+    def truncate(self, sequence: CacheSequence, length: int, kept: int | None = None) -> None:
+        """Rolls back (or commits) to `length` tokens and gives back the pages beyond them, or beyond
+        `kept` tokens."""
+        keep = self._pages_of(length if kept is None else kept)
         if not 0 <= keep <= len(sequence.pages):
             raise ValueError(f"`length` must lie within the reserved pages, got {length}")
         for page in sequence.pages[keep:][::-1]:
@@ -188,8 +189,8 @@ class PagedKVCache:
     def slots(self, block_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Slots (page * page_size + offset, int64) of `positions` of the table rows `rows`; negative
         where there is no page."""
-        pages = block_table[rows, positions // self.page_size].long()
-        return pages * self.page_size + positions % self.page_size
+        pages = block_table[rows, positions // self.page_size]
+        return torch.add(positions % self.page_size, pages, alpha=self.page_size)
 
     def append(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes k and v, (n, num_heads_kv, head_dim), into `slots`, (n,) int64."""

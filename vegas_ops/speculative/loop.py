@@ -79,6 +79,8 @@ class SpeculativeDecoder:
         self._pool = torch.cuda.graph_pool_handle() if graphs and self.on_gpu else None
         self._rounds: dict[RoundShape, Round] = {}
         self._misses: Counter[RoundShape] = Counter()
+        self._ahead: Round | None = None  # drafts, or plainly verifies, while the host reads
+        self._pages_ahead = False  # there are pages for that
         self._windows = [layer.window for layer in layer_attention(model)]
         self._selects = bool(selecting_layers(model))
         self.waiting: list[Request] = []
@@ -121,6 +123,7 @@ class SpeculativeDecoder:
             raise ValueError("`request` must be running, got one that is not")
         self.running.remove(request)
         self._release(request)
+        self._ahead = None  # it wrote into the pages given back
         self.waiting.insert(0, request)
 
     @torch.no_grad()
@@ -170,17 +173,23 @@ class SpeculativeDecoder:
         drafts = {request: request.num_drafts(self.max_position) for request in requests}
         reads = {request: self._reads(request, n) for request, n in drafts.items()}
         start = self._now()
-        r, pool = self._load(requests, drafts)
-        if r.shape.steps:
+        r, pool, ahead = self._load(requests, drafts)
+        if r.shape.steps and not ahead:
             r.run("draft", pool)
         drafted = self._now()
-        r.run("verify", pool)
+        if r.shape.steps or not ahead:
+            r.run("verify", pool)
         r.fetch()
         verified = self._now()
         if any(mode.selects for mode in r.modes):
             r.run("select", pool)
         r.hand_out()
         selected = self._now()
+        fixed = self._rounds.get(r.shape) is r
+        if fixed and self._pages_ahead and not any(mode.first for mode in r.modes):
+            r.run("advance", pool)
+            r.run("draft" if r.shape.steps else "verify", pool)
+            self._ahead = r
         lines = {q: line for q, line in zip(r.requests, r.read(), strict=True) if q is not None}
         following = [request for request in requests if request.forced_tokens and request.gamma]
         if following:
@@ -192,8 +201,9 @@ class SpeculativeDecoder:
 
     def _load(
         self, requests: list[Request], drafts: dict[Request, int], *, second_pass: bool = False
-    ) -> tuple[Round, Any]:
-        """The requests in the rows of a round, and the memory pool of its graphs, if it has any."""
+    ) -> tuple[Round, Any, bool]:
+        """The requests in the rows of a round, the memory pool of its graphs, if it has any, and
+        whether it has gone ahead."""
         kinds: dict[_Kind, list[Request]] = {}
         for request in requests:
             kinds.setdefault(self._kind(request, second_pass), []).append(request)
@@ -201,9 +211,11 @@ class SpeculativeDecoder:
         fixed = self.fixed_shapes and plain
         shape = self._shape(kinds, drafts, fixed)
         r = self._fixed_round(shape) if fixed else Round(self.model, self.cache, shape)
-        r.load(list(kinds.values()), [Mode(kind.first, kind.selects) for kind in kinds], drafts)
-        r.second_pass = second_pass
-        return r, self._pool if fixed else None
+        limits = {request: request.max_length(self.max_position) for request in requests}
+        modes = [Mode(kind.first, kind.selects) for kind in kinds]
+        ahead = r.load(list(kinds.values()), modes, drafts, limits, r is self._ahead)
+        self._ahead, r.second_pass = None, second_pass
+        return r, self._pool if fixed else None, ahead
 
     def _kind(self, request: Request, second_pass: bool) -> _Kind:
         if request.gamma == 0 or not self._selects:
@@ -274,7 +286,7 @@ class SpeculativeDecoder:
         self, r: Round, following: list[Request], counts: dict[Request, int], drafts: dict[Request, int]
     ) -> None:
         """Verifies once more, with the forced text in the place of the accepted drafts, and selects."""
-        second, _ = self._load(following, drafts, second_pass=True)
+        second, _, _ = self._load(following, drafts, second_pass=True)
         row_of = {request: i for i, request in enumerate(r.requests)}
         for i, request in enumerate(second.requests):
             assert request is not None
@@ -330,7 +342,9 @@ class SpeculativeDecoder:
         if reason is None and len(request.tokens) >= request.max_length(self.max_position):
             reason = "length"
         assert request.sequence is not None
-        self.cache.truncate(request.sequence, len(request.tokens) - 1)
+        # Going ahead, plain decoding already writes the pending token's K and V.
+        known = len(request.tokens)
+        self.cache.truncate(request.sequence, known - 1, known if self._ahead and not drafts else None)
         statistics = request.statistics
         if not prompt_pass:
             statistics.count(drafts, count, len(new))
@@ -393,7 +407,7 @@ class SpeculativeDecoder:
         request.statistics.prompt_seconds += self._now() - start
 
     def _reserve(self) -> list[Request]:
-        """The running requests, each with pages for its round."""
+        """The running requests, each with pages for its round, and for the next if there are enough."""
         for request in list(self.running):
             while request in self.running:
                 assert request.sequence is not None
@@ -406,6 +420,14 @@ class SpeculativeDecoder:
                         self._finish(request, "error", f"the cache is too small: {error}")
                     else:
                         self.preempt(self.running[-1])
+        self._pages_ahead = self.fixed_shapes and not self.profile
+        for request in self.running if self._pages_ahead else ():
+            assert request.sequence is not None
+            most = len(request.tokens) + request.num_drafts(self.max_position) + 1 + request.gamma
+            try:
+                self.cache.reserve(request.sequence, min(most, request.max_length(self.max_position)))
+            except OutOfPages:
+                self._pages_ahead = False
         return list(self.running)
 
     def _release(self, request: Request) -> None:

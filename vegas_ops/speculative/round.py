@@ -4,6 +4,9 @@
     verify   one forward of [pending, drafts], and which drafts stay
     select   the lists of the next drafts
 
+Where the host can, it lets the device advance to the next round and draft (or, in plain decoding,
+verify) ahead, before it reads what this one gave.
+
 The phases depend on a round's shape alone, never on what its tensors hold: lengths, budgets, tables
 and random streams are on the device. So the same code runs eagerly or, on a GPU, is captured in CUDA
 graphs and replayed with other requests of the same shape. Nothing in a phase waits for the device.
@@ -11,8 +14,10 @@ graphs and replayed with other requests of the same shape. Nothing in a phase wa
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -36,7 +41,7 @@ from vegas_ops.speculative.sampling import (
 )
 from vegas_ops.speculative.selection import Policy, Selection
 
-Phase = Literal["draft", "verify", "select"]
+Phase = Literal["draft", "verify", "select", "advance"]
 
 
 class Mode(NamedTuple):
@@ -93,29 +98,35 @@ class Round:
 
     lengths: tokens committed before the round, the pending one among them: they number the random
     streams and are the candidates of the selection; num_drafts; q_lens: rows of the verification;
-    seeds; budgets: tokens that the next selection may list; listed_k and tail_start int32: of the
-    current one; seqused_k int32: keys of the verification; block_table (batch, pages) int32; table
-    (batch, width): the pending token (or the last ones of a prompt) and its drafts.
+    seeds; gammas; limits: lengths at which requests end. int32: candidates (the lengths), budgets of
+    the next selection, listed_k and tail_start of the current one, seqused_k of the verification.
+    block_table (batch, pages) int32; table (batch, width): the pending token (or the last ones of a
+    prompt) and its drafts.
+
+    The first fields have int32 copies; those of the next selection wait for `advance`.
     """
 
-    _FIELDS = ("lengths", "num_drafts", "q_lens", "seeds", "budgets", "listed", "tails", "keys")
+    _INT32 = ("lengths", "budgets", "listed", "tails", "keys")
+    _FIELDS = (*_INT32, "num_drafts", "q_lens", "seeds", "gammas", "limits", "pending", "next_listed",
+               "next_tails")  # fmt: skip
 
     def __init__(self, model: Model, cache: PagedKVCache, shape: RoundShape) -> None:
         self.model, self.cache, self.shape, device = model, cache, shape, cache.device
         batch, steps = shape.batch, shape.steps
-        fields, width = len(self._FIELDS), max(steps + 1, *(group.max_rows for group in shape.groups))
-        pinned = device.type == "cuda"
-        self._host = torch.zeros((batch, fields + width), dtype=torch.int64, pin_memory=pinned)
-        self._values = torch.zeros((batch, fields + width), dtype=torch.int64, device=device)
-        (self.lengths, self.num_drafts, self.q_lens, self.seeds, self.budgets, self._listed, self._tails,
-         self._keys) = self._values[:, :fields].unbind(1)  # fmt: skip
-        self.table = self._values[:, fields:]
+        width, pinned = max(steps + 1, *(g.max_rows for g in shape.groups)), device.type == "cuda"
+        fields = (len(self._FIELDS), batch)
+        self._host = torch.zeros(fields, dtype=torch.int64, pin_memory=pinned)
+        self._values = torch.zeros(fields, dtype=torch.int64, device=device)
+        (self.lengths, _, self._listed, self._tails, self._keys, self.num_drafts, self.q_lens, self.seeds,
+         self._gammas, self._limits, self._pending, self._next_listed, self._next_tails,
+         ) = self._values  # fmt: skip
+        self._int32 = torch.zeros((len(self._INT32), batch), dtype=torch.int32, device=device)
+        self.candidates, self.budgets, self.listed_k, self.tail_start, self.seqused_k = self._int32
+        self._host_table = torch.zeros((batch, width), dtype=torch.int64, pin_memory=pinned)
+        self.table = torch.zeros((batch, width), dtype=torch.int64, device=device)
         pages = -(-shape.max_keys // cache.page_size)
         self.block_table = torch.full((batch, pages), -1, dtype=torch.int32, device=device)
         self._no_pages = CacheSequence(cache)
-        self.tail_start, self.listed_k, self.seqused_k = torch.zeros(
-            (3, batch), dtype=torch.int32, device=device
-        )
         self.sampling = SamplingBatch([SamplingParams(temperature=float(not shape.greedy))] * batch, device)
         self.sampling.filtered = shape.filtered
         sampled_steps = 0 if shape.greedy else steps
@@ -143,9 +154,16 @@ class Round:
 
     # The host's side
 
-    def load(self, groups: Sequence[Sequence[Request]], modes: Sequence[Mode], num_drafts: dict[Request, int]
-             ) -> None:  # fmt: skip
-        """Puts requests into the rows of their groups; num_drafts: of this round."""
+    def load(
+        self,
+        groups: Sequence[Sequence[Request]],
+        modes: Sequence[Mode],
+        num_drafts: dict[Request, int],
+        limits: dict[Request, int],
+        ahead: bool = False,
+    ) -> bool:
+        """Puts requests into the rows of their groups; num_drafts: of this round; limits: lengths at
+        which they end. ahead: the round has gone ahead; returns whether for these requests."""
         self.modes = tuple(modes)
         rows: list[Request | None] = [None] * self.shape.batch
         kept = {request: i for i, request in enumerate(self.requests) if request is not None}
@@ -156,24 +174,33 @@ class Round:
             free = iter(sorted(set(span) - set(places.values())))
             for member in members:
                 rows[places[member] if member in places else next(free)] = member
+        for request, before in zip(rows, self.requests, strict=True):
+            if request is not None and request is not before:
+                ahead = ahead and self.shape.steps > 0 and num_drafts[request] == 0
         self._move(rows)
         self.drafts = [0 if request is None else num_drafts[request] for request in rows]
-        lines, width = [], self._host.shape[1]
-        modes_of = [mode for mode, group in zip(modes, self.groups, strict=True) for _ in range(group.size)]
-        for request, drafts, mode in zip(rows, self.drafts, modes_of, strict=True):
-            line = [0] * width
-            if request is not None:
-                known, q_len = len(request.tokens), request.first_rows(mode.first and mode.selects)
-                selection = request.selection
-                listed, tail = (0, 0) if selection is None else (selection.budget, selection.tail_start)
-                line[: len(self._FIELDS)] = (
-                    known, drafts, q_len + drafts, request.seed, request.budget(known + drafts), listed, tail,
-                    known + drafts,
-                )  # fmt: skip
-                line[len(self._FIELDS) : len(self._FIELDS) + q_len] = request.tokens[-q_len:]
-            lines.append(line)
-        self._host.copy_(torch.tensor(lines, dtype=torch.int64))
+        lines, table = [], [[0] * self.table.shape[1] for _ in rows]
+        for group, mode in zip(self.groups, modes, strict=True):
+            for i in range(group.batch.start, group.batch.stop):
+                request, line = rows[i], (0,) * len(self._FIELDS)
+                if request is not None:
+                    known, keys = len(request.tokens), len(request.tokens) + self.drafts[i]
+                    q_len, k = request.first_rows(mode.first and mode.selects), request.budget(keys)
+                    now = (0, 0) if request.selection is None else request.selection[2:4]
+                    following = group.policy.plan(k, known, mode.first) if mode.selects else now
+                    line = (
+                        known, k, *now, keys, self.drafts[i], q_len + self.drafts[i], request.seed,
+                        request.gamma, limits[request], request.tokens[-1], *following,
+                    )  # fmt: skip
+                    table[i][:q_len] = request.tokens[-q_len:]
+                lines.append(line)
+        self._host.copy_(torch.tensor(lines, dtype=torch.int64).t())
         self._values.copy_(self._host, non_blocking=True)
+        if ahead:
+            self.table[:, 0] = self._pending  # of rows that are new: drafts are there
+        else:
+            self._host_table.copy_(torch.tensor(table, dtype=torch.int64))
+            self.table.copy_(self._host_table, non_blocking=True)
         tables = [
             (self._no_pages if request is None else _sequence(request)).table[: self.block_table.shape[1]]
             for request in rows
@@ -184,6 +211,7 @@ class Round:
             self.sampling.load(parameters)
             self._parameters = parameters
         self.processed = [i for i, request in enumerate(rows) if request and request.logits_processor]
+        return ahead
 
     def _move(self, rows: list[Request | None]) -> None:
         """Changes the rows' owners; selections follow them."""
@@ -221,8 +249,8 @@ class Round:
                 if mode.selects:
                     known = len(request.tokens)
                     k = request.budget(known + self.drafts[i])
-                    listed, tail = group.policy.plan(k, known, mode.first)
-                    request.selection = group.selection(row, listed, tail)
+                    plan = group.policy.plan(k, known, mode.first)
+                    request.selection = group.selection(row, *plan)
                 elif request.selection is not None:
                     request.selection = request.selection._replace(age=request.selection.age + 1)
                 else:
@@ -232,13 +260,13 @@ class Round:
     def run(self, phase: Phase, pool: Any) -> None:
         """Runs a phase; with a memory pool for graphs: eagerly at first, which warms it up, captured
         at its second time, then replayed."""
-        key = (phase, () if phase == "draft" else self.modes)
+        key = (phase, self.modes if phase in ("verify", "select") else ())
         if pool is None or not self._runs[key]:
             getattr(self, phase)()
         else:
             if key not in self._graphs:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with _no_garbage_collection(), torch.cuda.graph(graph, pool=pool):
                     getattr(self, phase)()
                 self._graphs[key] = graph
             self._graphs[key].replay()
@@ -262,16 +290,15 @@ class Round:
     @torch.no_grad()
     def draft(self) -> None:
         """Fills table[:, 1:] and, for sampling, draft_probs."""
-        batch, device = self.shape.batch, self.cache.device
+        device = self.cache.device
+        self._int32.copy_(self._values[: len(self._INT32)])
         step = torch.arange(self.shape.steps, device=device)[:, None]
-        active = step < self.num_drafts
-        positions = (self.lengths - 1 + step).masked_fill(~active, 0)
-        self.draft_keys = (positions + 1).masked_fill(~active, 0).int()
-        self.tail_start.copy_(self._tails)
-        self.listed_k.copy_(self._listed)
-        owner = torch.arange(batch, device=device)
+        inactive = step >= self.num_drafts
+        positions = (self.lengths - 1 + step).masked_fill_(inactive, 0)
+        self.draft_keys = (positions + 1).masked_fill_(inactive, 0).int()
+        owner = torch.arange(self.shape.batch, device=device)
         slots = self.cache.slots(self.block_table, owner, positions)
-        slots = slots.masked_fill(~active, self.cache.unused_slot)
+        slots.masked_fill_(inactive, self.cache.unused_slot)
         for i in range(self.shape.steps):
             self.step = i
             context = DraftContext(self, self.groups, slots[i])
@@ -280,7 +307,7 @@ class Round:
             logits = self._process(self.model.compute_logits(hidden), places)
             token = self._draw_draft(logits, i)
             # A prompt's last tokens stay.
-            self.table[:, i + 1] = torch.where(active[i], token, self.table[:, i + 1])
+            self.table[:, i + 1] = torch.where(inactive[i], self.table[:, i + 1], token)
 
     def _draw_draft(self, logits: Tensor, step: int) -> Tensor:
         if self.shape.greedy:
@@ -296,27 +323,22 @@ class Round:
     @torch.no_grad()
     def verify(self) -> None:
         """Full attention over [pending, drafts] of every request; fills result."""
-        self.seqused_k.copy_(self._keys)
-        owners, offsets, ends = [], [], []
+        self._int32.copy_(self._values[: len(self._INT32)])
         for group, mode in zip(self.groups, self.modes, strict=True):
             group.prepare(*mode)
-            assert group.verified is not None
-            owners.append((group.verified.owner + group.batch.start, group.verified.owner < group.size))
-            offsets.append(group.verified.offset)
-            ends.append(group.row_ends)
-        used = torch.cat([known for _, known in owners])
-        owner = torch.cat([owner for owner, _ in owners]).clamp(max=self.shape.batch - 1)
-        offset = torch.cat(offsets).masked_fill(~used, 0)
-        positions = (self.seqused_k - self.q_lens)[owner] + offset
-        positions = positions.masked_fill(~used, 0)
+        owner, offset, unused, last = (
+            parts[0] if len(parts) == 1 else torch.cat(parts)
+            for parts in zip(*(group.places for group in self.groups), strict=True)
+        )
+        positions = ((self._keys - self.q_lens)[owner] + offset).masked_fill_(unused, 0)
         slots = self.cache.slots(self.block_table, owner, positions)
-        # Prompts' rows that are computed once more are in the cache, maybe in pages that others share.
-        writes = used & (offset >= (self.q_lens - self.num_drafts)[owner] - 1)
-        slots = slots.masked_fill(~writes, self.cache.unused_slot)
+        if self.table.shape[1] > self.shape.steps + 1:
+            # Prompts' rows that are computed once more are in the cache, maybe in shared pages.
+            unused = unused | (offset < (self.q_lens - self.num_drafts)[owner] - 1)
+        slots.masked_fill_(unused, self.cache.unused_slot)
         context = VerifyContext(self, self.groups, slots)
         hidden = self.model.forward(self.table[owner, offset], positions, context.attend)
         logits = self.model.compute_logits(hidden)
-        last = torch.cat(ends) - 1
         if self.processed:
             end = last.tolist()
             places = [
@@ -355,11 +377,40 @@ class Round:
         return logits
 
     @torch.no_grad()
+    def advance(self) -> None:
+        """To the round that follows if no request joins, as `load` would: lengths, pending tokens,
+        the selection just made; for plain decoding, also the next verification."""
+        unused = self.q_lens == 0
+        self.lengths += (self.num_accepted + 1).masked_fill_(unused, 0)
+        token = self.result[:, 2:].gather(1, self.num_accepted[:, None])
+        self.table[:, :1] = token.clamp_(min=0)  # -1 where the target failed
+        if self.shape.steps:
+            left = (self._limits - self.lengths - 1).clamp_(min=0)
+            self.num_drafts.copy_(torch.minimum(self._gammas, left))
+            self._listed.copy_(self._next_listed)
+            self._tails.copy_(self._next_tails)
+        else:
+            self.q_lens.masked_fill_(self.lengths >= self._limits, 0)
+            self._keys.copy_(self.lengths * self.q_lens)
+
+    @torch.no_grad()
     def select(self) -> None:
         """Fills the groups' lists."""
         for group, mode in zip(self.groups, self.modes, strict=True):
             if mode.selects:
                 group.select()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection might destroy another decoder's graphs, which no capture survives."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _sequence(request: Request) -> Any:
