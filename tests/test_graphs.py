@@ -19,6 +19,7 @@ from vegas_ops.speculative import (
     SamplingParams,
     SpeculativeDecoder,
     Streaming,
+    loop,
 )
 from vegas_ops.speculative.loop import MAX_ROUNDS, RARE, bucket
 from vegas_ops.speculative.round import Round
@@ -146,6 +147,16 @@ def test_rounds_go_ahead_while_the_batch_stays(model, plain, monkeypatch, gamma)
         assert request.output == plain[i % 4][:end]
     assert decoder.cache.num_free_pages == decoder.cache.k.shape[1]
     assert sum(went) > len(went) / 2, "most iterations follow one of the same batch"
+
+
+@pytest.mark.parametrize("gamma", [0, 6])
+def test_texts_outgrow_the_bound_of_a_round(model, plain, monkeypatch, gamma):
+    """One token at a time up to powers of 2, with what was computed ahead beyond them."""
+    monkeypatch.setattr(loop, "MIN_KEYS", 1)
+    decoder = fixed(model, page_size=2)
+    requests = [Request(p, gamma=gamma, policy=Full(), max_new_tokens=40, **SMALL) for p in PROMPTS]
+    assert decoder.generate(requests) == plain
+    assert {shape.max_keys for shape in decoder._rounds} == {128, 256}
 
 
 def test_too_few_pages_to_go_ahead(model, plain):

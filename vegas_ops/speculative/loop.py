@@ -29,6 +29,7 @@ from vegas_ops.speculative.round import GroupShape, Mode, Round, RoundShape
 from vegas_ops.speculative.selection import Policy
 
 MAX_ROUNDS = 32  # shapes whose buffers and graphs are kept
+MIN_KEYS = 1024  # the least bound on keys
 RARE = 32  # iterations of a shape that a larger one serves
 
 OnPrompt = Callable[[Request, int, int], None]
@@ -250,8 +251,9 @@ class SpeculativeDecoder:
         """The smallest shape that serves these requests, or a fixed one that also serves the next."""
         requests = [request for members in kinds.values() for request in members]
         max_keys = max(len(request.tokens) + drafts[request] for request in requests)
-        if fixed:
-            max_keys = min(max(1 << (max_keys - 1).bit_length(), 1024), self.max_position)
+        if fixed:  # drafts made ahead included
+            max_keys += 1 + max(request.gamma for request in requests)
+            max_keys = min(max(1 << (max_keys - 1).bit_length(), MIN_KEYS), self.max_position)
         groups = []
         for kind, members in kinds.items():
             q_lens = [
