@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_loop import POLICY_SAMPLE, PROMPTS, SMALL, decoder_of, prompts
+from test_loop import POLICY_SAMPLE, PROMPTS, SMALL, check_first_two_tokens, decoder_of, prompts
 from tiny_model import TinyModel
 
 from vegas_ops.speculative import (
@@ -236,6 +236,10 @@ def test_graphs_decode_what_the_eager_loop_does(cuda, policy, temperature):
     for a, b in zip(eager, graphed, strict=True):
         assert a.output == b.output
         assert a.statistics.accepted_at == b.statistics.accepted_at
+
+
+def test_sampled_tokens_follow_the_target_through_graphs(cuda):
+    check_first_two_tokens(TinyModel(temperature=2.0, **GPU_MODEL), 1500)
 
 
 def test_an_iteration_waits_once(cuda):

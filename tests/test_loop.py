@@ -148,10 +148,13 @@ def test_sampled_output_does_not_depend_on_the_batch(model):
     assert len({tuple(t) for t in together}) == 4
 
 
-def test_the_first_two_sampled_tokens_follow_the_target(model):
+def test_the_first_two_sampled_tokens_follow_the_target():
+    check_first_two_tokens(TinyModel(temperature=2.0), 4000)
+
+
+def check_first_two_tokens(model: TinyModel, draws: int) -> None:
     """The whole loop, thousands of seeds on one prompt, against the exact distribution."""
-    prompt, draws = PROMPTS[1], 4000
-    model = TinyModel(temperature=2.0)
+    prompt = PROMPTS[1]
     sampling = SamplingParams(temperature=1.0, top_p=0.9)
     decoder = decoder_of(model, num_tokens=16 * draws)
     requests = [
@@ -173,7 +176,7 @@ def test_the_first_two_sampled_tokens_follow_the_target(model):
             return logits
 
         decode(model, [Request(text, gamma=0, max_new_tokens=1, logits_processor=keep)])
-        return probabilities(rows[0][None], SamplingBatch([sampling], "cpu"))[0]
+        return probabilities(rows[0][None].cpu(), SamplingBatch([sampling], "cpu"))[0]
 
     first = torch.tensor([r.output[1] for r in requests])
     given = torch.tensor([r.output[0] for r in requests])
