@@ -30,7 +30,10 @@ SPECULATION = {"gamma": 4, "ratio": 0.07, "min_tokens": 8}
 # Layers by turns, or in two halves, where a model type has both kinds.
 MIXED = ["sliding_attention", "full_attention"] * 2
 CONFIGS: dict[str, dict[str, Any]] = {
-    **{kind: {"sliding_window": WINDOW, "layer_types": MIXED} for kind in ("gemma2", "gemma3_text")},
+    **{
+        kind: {"sliding_window": WINDOW, "layer_types": MIXED}
+        for kind in ("exaone4", "gemma2", "gemma3_text")
+    },
     **{kind: {"sliding_window": WINDOW, "layer_types": MIXED} for kind in ("gpt_oss", "ministral", "olmo3")},
     **{kind: {"sliding_window": None} for kind in ("mistral", "mixtral", "phi3", "starcoder2")},
     "qwen2": {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": MIXED},

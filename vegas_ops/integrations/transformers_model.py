@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +39,13 @@ check_version(transformers.__version__)
 
 # `config.model_type` of the decoders that the tests compare with their own `generate`.
 MODEL_TYPES = (
-    "gemma", "gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "ministral", "mistral", "mixtral",
-    "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
-    "starcoder2",
+    "arcee", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
+    "gpt_oss", "granite", "granitemoe", "helium", "llama", "minimax_m2", "ministral", "mistral", "mixtral",
+    "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "starcoder2",
 )  # fmt: skip
 _ATTENTION = "vegas_ops"
+_CALLS: ContextVar[_Calls | None] = ContextVar("_CALLS", default=None)
 # What models hand to any attention function beside what `_Layer` holds, without a meaning for this one.
 _WITHOUT_MEANING = {
     "cache_position", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -103,13 +106,9 @@ class TransformersModel:
         return logits.float() if self._processor is None else self._processor(logits.float())
 
     def _run(self, module: Any, token_ids: Tensor, positions: Tensor, calls: _Calls) -> Any:
-        with _attention_of(self.model):
+        with _attention_of(self.model, calls):
             result = module(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                return_dict=True,
-                vegas_ops_calls=calls,
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
             )
         layers = self.model.config.num_hidden_layers
         if calls.count != layers:
@@ -219,7 +218,7 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """In the form of `transformers.AttentionInterface`, with all rows of a forward as one sequence."""
-    calls = options.pop("vegas_ops_calls", None)
+    calls = _CALLS.get()
     if calls is None:
         raise ValueError(
             f"`attn_implementation` must not be {_ATTENTION!r}: load the model with another, and call "
@@ -233,13 +232,15 @@ AttentionInterface.register(_ATTENTION, _attention)
 
 
 @contextmanager
-def _attention_of(model: Any) -> Iterator[None]:
-    """Inside, the model's layers call `_attention`, and it makes no mask."""
+def _attention_of(model: Any, calls: _Calls) -> Iterator[None]:
+    """Inside, the model makes no mask, and its layers call `_attention`, which hands on to `calls`."""
     before = model.config._attn_implementation
     model.config._attn_implementation = _ATTENTION
+    token = _CALLS.set(calls)
     try:
         yield
     finally:
+        _CALLS.reset(token)
         model.config._attn_implementation = before
 
 
