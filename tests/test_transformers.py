@@ -455,6 +455,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "assistant": (refused(assistant_model=object()), "`assistant_model` must not be given"),
     "scores": (refused(return_dict_in_generate=True, output_scores=True), "`output_scores` must be False"),
     "cache": (refused(past_key_values=filled_cache()), "`past_key_values` must not be given"),
+    "empty cache": (refused(past_key_values=transformers.DynamicCache()), "`past_key_values` must not be"),
     "quantized cache": (refused(cache_implementation="offloaded"), "`cache_implementation` must be None"),
     "guidance": (refused(guidance_scale=2.0), "`guidance_scale` must be None"),
     "SynthID": (refused(watermarking_config=SYNTH_ID, do_sample=True), "SynthID"),

@@ -131,7 +131,7 @@ def generate(
         )
     check_class(model)
     for name in ("assistant_model", "custom_generate", "past_key_values", "cache", "synced_gpus"):
-        if kwargs.get(name):
+        if kwargs.get(name) not in (None, False):
             raise ValueError(f"`{name}` must not be given, got {type(kwargs[name]).__name__}")
     kwargs.pop("custom_generate", None)
     generation_config, stopping_criteria = _with_stop_strings(
