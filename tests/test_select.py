@@ -330,6 +330,50 @@ def test_row_does_not_depend_on_its_batch(device: torch.device) -> None:
         assert_same_bits(alone[0][0], together[0][b], f"indices of row {b}")
 
 
+def long_row(kind: str, n: int, generator: torch.Generator) -> Tensor:
+    normal, place = torch.randn(n, generator=generator), torch.arange(n, dtype=torch.float32)
+    rows = {
+        "normal": normal,
+        "narrow": 1.0 + 1e-5 * normal,
+        "heavy-tailed": (4.0 * normal).exp(),
+        "two-valued": (normal > 2.0).float(),
+        "ascending": place,
+        "descending": -place,
+        "sawtooth": place % 97,
+        "outlier": torch.where(place == n // 2, 1e30, normal),
+        "denormal": (1e-42 * normal),
+        "mostly masked": torch.where(normal > 1.9, normal, -math.inf),
+        "nan": torch.where(normal > 1.9, math.nan, normal),
+        "infinite": torch.where(normal > 1.9, math.inf, normal),
+    }
+    return rows[kind]
+
+
+@pytest.mark.parametrize("pool", ((0, 0), (6, 0), (2, 5)))
+@pytest.mark.parametrize(
+    "kind",
+    ("normal", "narrow", "heavy-tailed", "two-valued", "ascending", "descending", "sawtooth", "outlier",
+     "denormal", "mostly masked", "nan", "infinite"),
+)  # fmt: skip
+def test_long_lists_of_any_values(device: torch.device, kind: str, pool: tuple[int, int]) -> None:
+    """Shared by several thread blocks on CUDA, and ranked through a sample everywhere."""
+    n, generator = 40_000, torch.Generator().manual_seed(6)
+    logits = torch.stack([long_row(kind, n, generator) for _ in range(3)]).to(device)
+    table = torch.randperm(3 * 2500, generator=generator).reshape(3, 2500).to(torch.int32).to(device)
+    check_select(
+        logits, dump="token", seqlens=int32((n, n - 1, 9001), device), k=int32((2000, 17, 8500), device),
+        max_k=9000, pool=pool, num_sink=4, num_recent=64, block_table=table, page_size=16,
+    )  # fmt: skip
+
+
+def test_list_of_a_million(device: torch.device) -> None:
+    """Beyond the shared memory of any cluster of thread blocks."""
+    n, generator = 1_000_000, torch.Generator().manual_seed(7)
+    logits = torch.randn((2, n), generator=generator).to(device)
+    seqlens = int32((n, 40_000), device)
+    check_select(logits, dump="token", seqlens=seqlens, k=50_000, max_k=50_000, pool=(6, 0))
+
+
 def test_workspace_given_is_left_reusable(device: torch.device) -> None:
     workspace = vegas_ops.make_workspace(
         "topk_aggregate_logits", max_batch=4, max_q_len=8, max_seqlen_k=20000, max_k=3000,

@@ -21,6 +21,7 @@ const CpuKernels& cpu_kernels();
 int verify_cuda(const VegasVerifyParams&, void* stream);
 size_t verify_cuda_workspace(const VegasBounds&);
 int verify_portable(const VegasVerifyParams&, void* stream);
+int select_cuda(const VegasSelectParams&, void* stream);
 int select_portable(const VegasSelectParams&, void* stream);
 int aggregate_portable(const VegasSelectParams&, void* stream);
 int sparse_portable(const VegasSparseParams&, void* stream);
@@ -35,6 +36,8 @@ bool on_hopper();
 bool verify_hopper_takes(const VegasVerifyParams&);
 int verify_hopper(const VegasVerifyParams&, void* stream);
 size_t verify_hopper_workspace(const VegasBounds&);
+bool select_hopper_takes(const VegasSelectParams&);
+int select_hopper(const VegasSelectParams&, void* stream);
 #endif
 
 }  // namespace vegas_ops

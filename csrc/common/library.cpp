@@ -61,7 +61,7 @@ const char* vegas_cuda_architectures(void) {
 const char* vegas_kernel_name(VegasOp op, VegasDevice device) {
   if (device == VEGAS_CPU) return vegas_cpu_isa();
 #ifdef VEGAS_WITH_HOPPER
-  if (op == VEGAS_OP_VERIFY && vegas_ops::on_hopper()) return "hopper";
+  if (op != VEGAS_OP_SPARSE && vegas_ops::on_hopper()) return "hopper";
 #endif
   (void)op;
 #ifdef VEGAS_WITH_CUDA

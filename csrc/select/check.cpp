@@ -25,7 +25,11 @@ int check_dump(const VegasSelectParams& p) {
               p.max_seqlen_k);
   VEGAS_CHECK(token || p.num_heads > 0, "`logits` must have at least one head, got %d", p.num_heads);
   VEGAS_CHECK(p.total_q >= 0, "`logits` must have no negative dimension, got %d rows", p.total_q);
-  const bool empty = p.layers == 0 || p.batch == 0;
+  const int64_t rows = static_cast<int64_t>(p.layers) * p.batch;
+  VEGAS_CHECK(rows <= INT32_MAX / (p.per_kv_head && p.num_heads > 0 ? p.num_heads : 1),
+              "`logits` must make fewer than 2^31 lists, got %d layers, batch %d, %d heads", p.layers, p.batch,
+              p.num_heads);
+  const bool empty = rows == 0;
   VEGAS_CHECK(empty || p.seqlens, "`seqlens` must be given, got none");
   VEGAS_CHECK(empty || p.max_seqlen_k == 0 || (p.dump == VEGAS_DUMP_ALL && p.total_q == 0) || p.logits,
               "`logits` must be given, got none");
@@ -96,7 +100,7 @@ int vegas_topk_aggregate_logits(const VegasSelectParams* params, VegasDevice dev
     if (int status = check_host_data(p)) return status;
     if (int status = check_host_table(p)) return status;
   }
-  return dispatch(p, device, stream, cpu_kernels().select, VEGAS_CUDA_KERNEL(select_portable));
+  return dispatch(p, device, stream, cpu_kernels().select, VEGAS_CUDA_KERNEL(select_cuda));
 }
 
 int vegas_aggregate_logits(const VegasSelectParams* params, VegasDevice device, void* stream) {

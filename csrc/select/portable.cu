@@ -9,6 +9,7 @@
 #include "common/backends.h"
 #include "common/status.h"
 #include "select/scores.cuh"
+#include "select/wave.h"
 
 namespace vegas_ops {
 namespace selection {
@@ -437,33 +438,33 @@ void launch_pool(const VegasSelectParams& p, Wave wave, float* rows, cudaStream_
   pool_kernel<<<static_cast<unsigned>(wave.lists) * wave.ctas, kScoreThreads, 0, stream>>>(p, wave, rows);
 }
 
-void launch_select(const VegasSelectParams& p, Wave wave, void* workspace, cudaStream_t stream) {
+cudaError_t launch_select(const VegasSelectParams& p, const Wave& given, cudaStream_t stream) {
+  Wave wave = given;
   wave.ctas = parts_of(wave.lists);
   if (wave.ctas < 2 || p.max_seqlen_k <= kMinPart) {
     select_kernel<<<wave.lists, kThreads, 0, stream>>>(p, wave);
-    return;
+    return cudaSuccess;
   }
   Split split;
-  split.states = static_cast<SplitState*>(workspace);
+  split.states = static_cast<SplitState*>(p.workspace);
   split.parts = reinterpret_cast<Part*>(split.states + kSplitCtas / 2);
   const unsigned grid = static_cast<unsigned>(wave.lists) * wave.ctas;
   for (int digit = 0; digit < kDigits; ++digit) {
     split_count_kernel<<<grid, kThreads, 0, stream>>>(p, wave, split, digit);
   }
   split_emit_kernel<<<grid, kThreads, 0, stream>>>(p, wave, split);
+  return cudaSuccess;
 }
 
-constexpr int64_t kMaxLists = 1 << 30;  // of one launch
+constexpr int64_t kMaxLists = 1 << 26;  // of one launch
 
 }  // namespace
-}  // namespace selection
 
-int select_portable(const VegasSelectParams& p, void* stream_pointer) {
-  using namespace selection;
+int select_in_waves(const VegasSelectParams& p, LaunchSelection launch, bool launch_pools, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const int64_t lists = num_lists(p), stride = row_stride(p.max_seqlen_k);
   const bool sums = p.dump > VEGAS_DUMP_TOKEN_WEIGHT && p.max_seqlen_k > 0;
-  const bool pools = (p.pool_before || p.pool_after) && p.max_seqlen_k > 0;
+  const bool pools = !launch_pools && (p.pool_before || p.pool_after) && p.max_seqlen_k > 0;
   const size_t list_bytes = stride * sizeof(float) * (sums + pools);
   const size_t needed = kStateBytes + list_bytes;
   if (lists == 0) return VEGAS_OK;
@@ -475,10 +476,12 @@ int select_portable(const VegasSelectParams& p, void* stream_pointer) {
   // Where rows of scores are needed, as many lists at a time as the workspace has room for.
   int64_t wave_lists = list_bytes ? (p.workspace_bytes - kStateBytes) / list_bytes : kMaxLists;
   wave_lists = wave_lists < lists ? wave_lists : lists;
+  wave_lists = wave_lists < kMaxLists ? wave_lists : kMaxLists;
   float* rows = reinterpret_cast<float*>(static_cast<char*>(p.workspace) + kStateBytes);
   Wave wave = {};
   wave.stride = stride;
-  for (wave.first = 0; wave.first < lists; wave.first += wave.lists) {
+  cudaError_t error = cudaSuccess;
+  for (wave.first = 0; wave.first < lists && error == cudaSuccess; wave.first += wave.lists) {
     wave.lists = static_cast<int32_t>(lists - wave.first < wave_lists ? lists - wave.first : wave_lists);
     wave.source = nullptr;
     if (sums) {
@@ -490,9 +493,16 @@ int select_portable(const VegasSelectParams& p, void* stream_pointer) {
       launch_pool(p, wave, pooled, stream);
       wave.source = pooled;
     }
-    launch_select(p, wave, p.workspace, stream);
+    error = launch(p, wave, stream);
   }
-  return status_of("topk_aggregate_logits", cudaGetLastError());
+  const cudaError_t last = cudaGetLastError();  // what other launches left; the next call must not find it
+  return status_of("topk_aggregate_logits", error == cudaSuccess ? last : error);
+}
+
+}  // namespace selection
+
+int select_portable(const VegasSelectParams& p, void* stream) {
+  return selection::select_in_waves(p, selection::launch_select, false, stream);
 }
 
 int aggregate_portable(const VegasSelectParams& params, void* stream_pointer) {

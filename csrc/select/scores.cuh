@@ -3,17 +3,9 @@
 #pragma once
 
 #include "select/plan.h"
+#include "select/wave.h"
 
 namespace vegas_ops::selection {
-
-// The lists that one sequence of launches handles, and rows of fp32 scores for them.
-struct Wave {
-  int64_t first;
-  int32_t lists;
-  int32_t ctas;         // per list
-  const float* source;  // (lists, stride): what is pooled or selected from; NULL: the dump itself
-  int64_t stride;
-};
 
 constexpr int kScoreThreads = 256;
 constexpr int kTile = 4 * kScoreThreads;  // positions that a CTA scores at once

@@ -1,0 +1,86 @@
+// topk_aggregate_logits on Hopper: one launch for a call whose scores are there, one more where planes are summed.
+#include "common/backends.h"
+#include "common/status.h"
+#include "select/hopper.cuh"
+
+namespace vegas_ops {
+namespace selection::hopper {
+namespace {
+
+constexpr int kMinShare = 2048;     // scores of a CTA: below, exchanging costs more than it saves
+constexpr int kFullClusters = 100;  // multiprocessors of a GPU that schedules clusters of 16
+
+int num_multiprocessors() {
+  int device, count;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+  return known ? count : 0;
+}
+
+constexpr int most_cluster_bits(int num_sms) { return num_sms >= kFullClusters ? 4 : 3; }
+
+// Places of the longest list. Where groups of 4 places may begin off 16 bytes, it has up to three more than scores.
+int64_t most_places(const VegasSelectParams& p) {
+  const bool summed = p.dump > VEGAS_DUMP_TOKEN_WEIGHT;  // into aligned rows
+  const bool aligned = summed || (reinterpret_cast<uintptr_t>(p.logits) % 16 == 0 && p.logits_stride[0] % 4 == 0 &&
+                                  p.logits_stride[1] % 4 == 0);
+  return int64_t{p.max_seqlen_k} + (aligned && p.pool_after % 4 == 0 ? 0 : 3);
+}
+
+// As many CTAs per list as it takes to keep it in shared memory, and more where multiprocessors are idle.
+Shape shape_for(int64_t lists, int64_t places, int num_sms) {
+  Shape shape = {0, kShortestRunBits};
+  const auto share = [&] { return (places + (int64_t{1} << shape.cluster_bits) - 1) >> shape.cluster_bits; };
+  while (shape.cluster_bits < most_cluster_bits(num_sms) &&
+         (share() > kThreads << kLongestRunBits ||
+          (share() > kMinShare && lists << (shape.cluster_bits + 1) <= num_sms))) {
+    ++shape.cluster_bits;
+  }
+  while (shape.run_bits < kLongestRunBits && kThreads << shape.run_bits < share()) ++shape.run_bits;
+  return shape;
+}
+
+using Kernel = void (*)(const VegasSelectParams, const Wave, const Shape);
+constexpr Kernel kKernels[kMaxReach + 1] = {select_kernel<0>, select_kernel<1>, select_kernel<2>,
+                                            select_kernel<3>, select_kernel<4>, select_kernel<5>,
+                                            select_kernel<6>, select_kernel<7>, select_kernel<8>};
+
+cudaError_t launch(const VegasSelectParams& p, const Wave& wave, cudaStream_t stream) {
+  const Shape shape = shape_for(wave.lists, most_places(p), num_multiprocessors());
+  const int bytes = shared_bytes(shape);
+  const Kernel kernel = kKernels[p.pool_before + p.pool_after];
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error == cudaSuccess)
+    error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {1u << shape.cluster_bits, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(wave.lists) << shape.cluster_bits;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, p, wave, shape);
+}
+
+}  // namespace
+}  // namespace selection::hopper
+
+bool select_hopper_takes(const VegasSelectParams& p) {
+  using namespace selection::hopper;
+  const int64_t most = int64_t{kThreads << kLongestRunBits} << most_cluster_bits(num_multiprocessors());
+  return int64_t{p.pool_before} + p.pool_after <= kMaxReach && most_places(p) <= most;
+}
+
+int select_hopper(const VegasSelectParams& p, void* stream) {
+  return selection::select_in_waves(p, selection::hopper::launch, true, stream);
+}
+
+}  // namespace vegas_ops
