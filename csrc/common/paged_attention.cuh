@@ -70,9 +70,10 @@ struct SharedTile {
 template <class Element>
 __device__ __forceinline__ uint4 load_query(const Element* source, bool aligned) {
   if (aligned) return *reinterpret_cast<const uint4*>(source);
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(source);
   uint32_t words[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = pack<Element>(to_float(source[2 * i]), to_float(source[2 * i + 1]));
+  for (int i = 0; i < 4; ++i) words[i] = halves[2 * i] | uint32_t{halves[2 * i + 1]} << 16;
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 

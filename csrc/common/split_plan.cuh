@@ -183,22 +183,21 @@ struct SyncCta {
 };
 
 // Exclusive scan over the first `threads` threads of a CTA, which `sync` makes wait for each other; `total` receives
-// the sum. Two counts may share the 64 bits. `warp_sums` is shared memory, one value per warp.
-template <class Sync = SyncCta>
-__device__ inline uint64_t block_scan(uint64_t value, uint64_t* total, uint64_t* warp_sums, int threads,
-                                      const Sync& sync = {}) {
+// the sum. Two counts may share 64 bits. `warp_sums` is shared memory, one value per warp.
+template <class Value, class Sync = SyncCta>
+__device__ inline Value block_scan(Value value, Value* total, Value* warp_sums, int threads, const Sync& sync = {}) {
   const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
-  uint64_t inclusive = value;
+  Value inclusive = value;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const uint64_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
+    const Value below = __shfl_up_sync(0xffffffffu, inclusive, step);
     if (lane >= step) inclusive += below;
   }
   if (lane == 31) warp_sums[warp] = inclusive;
   sync();
-  uint64_t before = 0;
-  uint64_t sum = 0;
+  Value before = 0;
+  Value sum = 0;
   for (int w = 0; w < threads / 32; ++w) {
     if (w == warp) before = sum;
     sum += warp_sums[w];

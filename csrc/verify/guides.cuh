@@ -2,13 +2,53 @@
 // are the columns of a product of their own, whose rows are keys.
 #pragma once
 
+#include <float.h>
+
 #include "verify/request.cuh"
 
 namespace vegas_ops::portable {
 
 constexpr int kGuideColumns = 4;  // that differ; the other columns of a product repeat them
 
-__device__ __forceinline__ bool query_aligned(const VegasVerifyParams& p) {
+// KV heads leave their parts of a summed dump in the workspace. For every kPartKeys keys the heads' parts lie side by
+// side: they are written at about the same time, and memory then serves them as one.
+constexpr int kPartKeys = 32;
+
+__host__ __device__ inline int64_t part_floats(int num_heads_kv, int64_t max_seqlen_k) {
+  return ceil_div64(max_seqlen_k, kPartKeys) * kPartKeys * num_heads_kv;
+}
+
+// Called by `threads` threads of `parts` CTAs: logits[b, key] = sum of the KV heads' parts, in their order.
+__device__ inline void reduce_dump(const VegasVerifyParams& p, const float* dump, int dump_len, int b, int part,
+                                   int parts, int threads) {
+  const int heads = p.cache.num_heads_kv;
+  float* logits = static_cast<float*>(p.logits) + b * p.logits_stride[0];
+  const float* sums = dump + b * part_floats(heads, p.max_seqlen_k);
+  for (int64_t key = (int64_t{part} * threads + threadIdx.x) * 4; key < dump_len; key += int64_t{parts} * threads * 4) {
+    const float* from = sums + key / kPartKeys * kPartKeys * heads + key % kPartKeys;
+    float total[4] = {};
+    bool masked[4] = {};
+#pragma unroll 8
+    for (int head = 0; head < heads; ++head) {
+      const float4 values = *reinterpret_cast<const float4*>(from + head * kPartKeys);
+      const float x[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        masked[i] = masked[i] || x[i] == -INFINITY;
+        total[i] += x[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (key + i >= dump_len) break;
+      // Weights may overflow where the hint is far from the row's own normaliser; NaN stays.
+      if (p.dump == VEGAS_DUMP_TOKEN_WEIGHT && total[i] > FLT_MAX) total[i] = FLT_MAX;
+      logits[key + i] = masked[i] ? -INFINITY : total[i];
+    }
+  }
+}
+
+__host__ __device__ __forceinline__ bool query_aligned(const VegasVerifyParams& p) {
   return ((reinterpret_cast<uintptr_t>(p.q) | (p.q_stride_row * 2) | (p.q_stride_head * 2)) & 15) == 0;
 }
 
@@ -20,56 +60,69 @@ __device__ __forceinline__ const Element* guide_heads(const VegasVerifyParams& p
          int64_t{kv_head} * group * p.q_stride_head;
 }
 
-// Dimensions [8 * segment, 8 * segment + 8) of a column. Columns take turns in being the two guide rows, so that each
-// lane finds both in its accumulators; one guide row stands for two equal ones. A token dump sums logits over heads and
-// rows in fp32: its four columns are the sum of all those rows, split into terms of the query's type.
-template <class Element>
-__device__ inline uint4 guide_column(const VegasVerifyParams& p, const VerifyRequest& request, int kv_head, int column,
-                                     int segment) {
-  if (segment * 8 >= p.cache.head_dim) return make_uint4(0, 0, 0, 0);
+// Dimensions [8 * s, 8 * s + 8) of a column, for segments s = segment, segment + 4 and so on. Columns take turns in
+// being the two guide rows, so that each lane finds both in its accumulators; one guide row stands for two equal ones.
+// A token dump sums logits over heads and rows in fp32: its four columns are the sum of all those rows, split into
+// terms of the query's type.
+template <class Element, int kSegments>
+__device__ inline void guide_column(const VegasVerifyParams& p, const VerifyRequest& request, int kv_head, int column,
+                                    int segment, uint4 (&made)[kSegments]) {
   const int group = p.num_heads_q / p.cache.num_heads_kv;
-  const bool aligned = query_aligned(p);
+  const bool aligned = kSegments > 1 || query_aligned(p);
   const bool token = p.dump == VEGAS_DUMP_TOKEN;
   const int first = token ? 0 : min(column % 2, request.num_guides - 1);
   const int end = token ? request.num_guides : first + 1;
-  float sum[8] = {};
+  const int left = p.cache.head_dim / 8 - segment;  // segments beyond are zero
+  float sum[kSegments][8] = {};
   for (int guide = first; guide < end; ++guide) {
     const Element* heads = guide_heads<Element>(p, request, kv_head, guide) + segment * 8;
-#pragma unroll 4
+#pragma unroll kSegments> 1 ? 1 : 4
     for (int h = 0; h < group; ++h) {
-      const uint4 values = load_query(heads + h * p.q_stride_head, aligned);
-      const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+      uint4 values[kSegments];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack<Element>(words[i]);
-        sum[2 * i] += pair.x;
-        sum[2 * i + 1] += pair.y;
+      for (int s = 0; s < kSegments; ++s) {
+        values[s] = make_uint4(0, 0, 0, 0);
+        if (s * 4 < left) values[s] = load_query(heads + h * p.q_stride_head + s * 32, aligned);
+      }
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) {
+        const uint32_t words[4] = {values[s].x, values[s].y, values[s].z, values[s].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 pair = unpack<Element>(words[j]);
+          sum[s][2 * j] += pair.x;
+          sum[s][2 * j + 1] += pair.y;
+        }
       }
     }
   }
-  uint32_t words[4];
-  if (!token) {
+  const float share = 1.0f / group;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = pack<Element>(sum[2 * i] / group, sum[2 * i + 1] / group);
-  }
-  for (int term = 0; token && term <= column; ++term) {
-    // A sum that exceeds fp16 goes on in the next term; infinities and NaN stay.
-    constexpr float kLargest = std::is_same_v<Element, __half> ? 65504.0f : INFINITY;
+  for (int s = 0; s < kSegments; ++s) {
+    uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float part[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float value = sum[2 * i + e];
-        part[e] = fabsf(value) < INFINITY ? fmaxf(-kLargest, fminf(value, kLargest)) : value;
-      }
-      words[i] = pack<Element>(part[0], part[1]);
-      const float2 rounded = unpack<Element>(words[i]);
-      sum[2 * i] -= rounded.x;
-      sum[2 * i + 1] -= rounded.y;
+    for (int j = 0; j < 4; ++j) {
+      if (!token) words[j] = pack<Element>(sum[s][2 * j] * share, sum[s][2 * j + 1] * share);
     }
+    for (int term = 0; token && term <= column; ++term) {
+      // A sum that exceeds fp16 goes on in the next term; infinities and NaN stay.
+      constexpr float kLargest = std::is_same_v<Element, __half> ? 65504.0f : INFINITY;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float part[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float value = sum[s][2 * j + e];
+          part[e] = fabsf(value) < INFINITY ? fmaxf(-kLargest, fminf(value, kLargest)) : value;
+        }
+        words[j] = pack<Element>(part[0], part[1]);
+        const float2 rounded = unpack<Element>(words[j]);
+        sum[s][2 * j] -= rounded.x;
+        sum[s][2 * j + 1] -= rounded.y;
+      }
+    }
+    made[s] = make_uint4(words[0], words[1], words[2], words[3]);
   }
-  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // Where the guide rows' logits go, and what masks them.
@@ -80,7 +133,8 @@ struct GuideDump {
   int first[2];    // keys that guide row g sees
   int last[2];
   float hint[2];  // log2 units
-  float* sums;    // token, token_weight: this KV head's part
+  float* sums;    // token, token_weight: this KV head's first part
+  int step;       // floats from a part to the head's next
   void* logits;   // kv_head: planes of both guide rows, in elements; -1: none
   int64_t plane[2];
   bool bf16;
@@ -101,16 +155,18 @@ struct GuideDump {
       if (num_guides == 2) sum += exp2_approx(fmaf(second_logit, kLog2e, -hint[1]));
     }
     const bool masked = first_logit == -INFINITY || second_logit == -INFINITY;
-    sums[key] = masked ? -INFINITY : sum;
+    const unsigned at = key;
+    sums[int64_t{at / kPartKeys} * step + at % kPartKeys] = masked ? -INFINITY : sum;
   }
 };
 
 __device__ inline void describe_guides(GuideDump& dump, const VegasVerifyParams& p, const VerifyRequest& request, int b,
-                                       int kv_head, float* sums) {
+                                       int kv_head, float* parts) {
   dump.kind = p.dump;
   dump.num_guides = request.num_guides;
   dump.length = request.dump_len;
-  dump.sums = sums;
+  dump.sums = parts + b * part_floats(p.cache.num_heads_kv, p.max_seqlen_k) + kv_head * kPartKeys;
+  dump.step = kPartKeys * p.cache.num_heads_kv;
   dump.logits = p.logits;
   dump.bf16 = p.logits_dtype == VEGAS_BFLOAT16;
   if (request.num_guides == 0) return;

@@ -17,7 +17,9 @@ namespace hopper {
 namespace {
 
 constexpr int kReduceCtas = 1024;  // about as many as add up dumps, over all requests
-constexpr int kMaxBatch = 4096;    // every CTA looks at all requests
+constexpr int kMaxRowCtas = 2048;
+constexpr int kMaxBatch = 4096;   // every CTA looks at all requests
+constexpr int kMaxPairs = 60000;  // of a row tile and KV head, of a request: a dimension of the last launch
 constexpr int kMaxForcedSplits = 16;
 
 // What sizes a workspace.
@@ -26,6 +28,7 @@ struct Sizes {
   int64_t rows;  // packed rows of a request
   int64_t keys;
   int num_heads_kv;
+  int group;  // query heads of a KV head
   int head_dim;
   bool summed;
 
@@ -50,15 +53,17 @@ size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int grid, char* b
   if (rule.mode == SplitMode::kForced) slots = pairs * (tiles < rule.num_splits ? tiles : rule.num_splits);
   w->rule = rule;
   w->team = team_size(b.num_heads_kv, grid);
-  w->group_rows = 64 * row_groups;
-  w->tile_rows = static_cast<int>(b.rows < w->group_rows ? b.rows : w->group_rows);
+  w->rounds = b.num_heads_kv / w->team;
+  w->teams = cutlass::FastDivmod(grid / w->team);
+  w->group = b.group;
+  w->group_rows = cutlass::FastDivmod(64 * row_groups);
+  w->tile_rows = static_cast<int>(b.rows < 64 * row_groups ? b.rows : 64 * row_groups);
   w->norm_rows = w->tile_rows + 2;
-  w->dump_stride = ceil_div64(b.keys, 4) * 4;
-  w->unit_begin = reinterpret_cast<int*>(take(b.batch * sizeof(int)));
-  w->share = reinterpret_cast<int*>(take(sizeof(int)));
+  w->requests = reinterpret_cast<RequestPlan*>(take(b.batch * sizeof(RequestPlan)));
   w->partial_norm = reinterpret_cast<float2*>(take(slots * w->norm_rows * sizeof(float2)));
   w->partial_output = reinterpret_cast<float*>(take(slots * w->tile_rows * padded * sizeof(float)));
-  w->dump = reinterpret_cast<float*>(take(b.summed ? b.batch * b.num_heads_kv * w->dump_stride * sizeof(float) : 0));
+  w->dump = reinterpret_cast<float*>(
+      take(b.summed ? b.batch * portable::part_floats(b.num_heads_kv, b.keys) * sizeof(float) : 0));
   return size;
 }
 
@@ -124,12 +129,16 @@ int grid_for(int row_groups, int head_dim, int num_sms) {
 bool verify_hopper_takes(const VegasVerifyParams& p) {
   using namespace hopper;
   if (p.cache.dtype == VEGAS_FP8_E4M3 || p.cache.head_dim > 256 || p.cache.head_dim % 8 != 0) return false;
+  if (!portable::query_aligned(p)) return false;
+  // The portable kernels write rows of logits faster.
+  if (p.dump == VEGAS_DUMP_ROWS || p.dump == VEGAS_DUMP_ALL) return false;
   // Heads are summed after the cap, but multiplied as one.
   if (p.dump == VEGAS_DUMP_TOKEN && p.softcap > 0.0f) return false;
   // Every CTA looks at all requests, and counts units of work in 32 bits.
   const int64_t tiles = ceil_div64(p.max_seqlen_k, kTileKeys) + 1;
   const int64_t row_tiles = ceil_div64(int64_t{p.max_seqlen_q} * p.num_heads_q / p.cache.num_heads_kv, 64);
-  return p.batch <= kMaxBatch && p.batch * p.cache.num_heads_kv * row_tiles <= INT_MAX / tiles;
+  const int64_t pairs = p.cache.num_heads_kv * row_tiles;
+  return p.batch <= kMaxBatch && pairs <= kMaxPairs && p.batch * pairs <= INT_MAX / 2 / tiles;
 }
 
 int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
@@ -143,7 +152,9 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   cudaError_t error = num_multiprocessors(&num_sms);
   const bool summed = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT;
   const int64_t rows = int64_t{p.max_seqlen_q} * (p.num_heads_q / p.cache.num_heads_kv);
-  const Sizes sizes = {p.batch, rows, p.max_seqlen_k, p.cache.num_heads_kv, p.cache.head_dim, summed};
+  const Sizes sizes = {
+      p.batch,          rows,  p.max_seqlen_k, p.cache.num_heads_kv, p.num_heads_q / p.cache.num_heads_kv,
+      p.cache.head_dim, summed};
   const SplitRule rule = rule_of(p.num_splits, p.batch_invariant);
   const int row_groups = row_groups_for(rows, p.cache.head_dim);
   int grid = grid_for(row_groups, p.cache.head_dim, num_sms);
@@ -151,27 +162,19 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   const size_t needed = lay_out(sizes, rule, row_groups, grid, static_cast<char*>(p.workspace), &w);
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
-  grid = grid / w.team * w.team;
-
-  const int64_t row_tiles = sizes.row_tiles(row_groups);
-  const bool split = p.max_seqlen_k > kTileKeys;
-  const int64_t merge_ctas =
-      split ? int64_t{p.batch} * row_tiles * p.cache.num_heads_kv * ceil_div(w.norm_rows, kFinishWarps) : 0;
-  int reduce_parts = 0;
-  if (summed && p.max_seqlen_k > 0) {
+  LaunchShape shape = {row_groups, {w.team, w.teams.divisor}};
+  shape.merges = p.max_seqlen_k > kTileKeys ? static_cast<int>(sizes.row_tiles(row_groups)) * p.cache.num_heads_kv : 0;
+  // A CTA merges one row where there are few, which then have many chunks.
+  shape.rows_per_cta = int64_t{p.batch} * shape.merges * w.norm_rows <= kMaxRowCtas ? 1 : kFinishWarps;
+  const int row_ctas = ceil_div(w.norm_rows, shape.rows_per_cta);
+  int reduce_ctas = 0;
+  if (summed) {
     const int most = ceil_div(p.max_seqlen_k, 4 * kFinishThreads);
     const int wanted = ceil_div(kReduceCtas, p.batch);
-    reduce_parts = most < wanted ? most : wanted;
+    reduce_ctas = most < wanted ? most : wanted;
   }
-  const int64_t finish_ctas = merge_ctas + int64_t{p.batch} * reduce_parts;
-  VEGAS_CHECK(finish_ctas <= INT_MAX,
-              "`batch` and `max_seqlen_q` must need fewer than 2^31 CTAs, got batch %d and "
-              "max_seqlen_q %d",
-              p.batch, p.max_seqlen_q);
+  shape.finish_grid = {row_ctas, shape.merges + ceil_div(reduce_ctas, row_ctas), p.batch};
   if (error == cudaSuccess) {
-    const LaunchShape shape = {
-        row_groups,  grid, static_cast<int>(row_tiles), static_cast<int>(merge_ctas), static_cast<int>(finish_ctas),
-        reduce_parts};
     const CacheBoxes boxes = boxes_of(p.cache);
     error = p.q_dtype == VEGAS_FLOAT16 ? launch_verify<__half>(p, w, boxes, shape, stream)
                                        : launch_verify<__nv_bfloat16>(p, w, boxes, shape, stream);
@@ -193,7 +196,13 @@ size_t verify_hopper_workspace(const VegasBounds& b) {
   // A call within the bounds may have fewer rows, and so fewer row groups.
   for (int row_groups = 1; row_groups <= row_groups_for(rows, b.head_dim); ++row_groups) {
     const bool own = row_groups == row_groups_for(rows, b.head_dim);
-    const Sizes sizes = {b.max_batch, own ? rows : 64 * row_groups, b.max_seqlen_k, b.num_heads_kv, b.head_dim, true};
+    const Sizes sizes = {b.max_batch,
+                         own ? rows : 64 * row_groups,
+                         b.max_seqlen_k,
+                         b.num_heads_kv,
+                         b.num_heads_q / b.num_heads_kv,
+                         b.head_dim,
+                         true};
     for (SplitRule rule : {SplitRule{SplitMode::kBalanced, 0}, SplitRule{SplitMode::kInvariant, 0},
                            SplitRule{SplitMode::kForced, kMaxForcedSplits}}) {
       Workspace w;

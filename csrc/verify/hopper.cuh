@@ -15,51 +15,14 @@
 namespace vegas_ops::hopper {
 
 using portable::exp2_approx;
-using portable::load_query;
 using portable::PackedRow;
 using portable::row_output;
 using portable::RowOutput;
 
 constexpr float kReferenceSlack = 8.0f;  // log2 units: weights stay below 2^8
 
-// Where a packed row's logits go.
-struct RowDump {
-  int64_t row;           // in elements; -1: nowhere
-  int64_t second_plane;  // distance of a second plane that gets the same values, or 0
-  int length;
-
-  __device__ RowDump(const VegasVerifyParams& p, const Segment& s, int packed_row)
-      : row(-1), second_plane(0), length(0) {
-    if (packed_row >= s.packed_rows || !s.request.bits) return;
-    const PackedRow packed(p, s.request, s.kv_head, packed_row);
-    const int64_t* stride = p.logits_stride;
-    if (p.dump == VEGAS_DUMP_ALL) {
-      row = (s.request.q_begin + packed.query) * stride[0] + packed.head * stride[1];
-    } else if (packed.dumped) {
-      row = s.index * stride[0] + packed.head * stride[1] + (packed.dumped & VEGAS_FIRST_ROW ? 0 : stride[2]);
-      if (s.request.q_len == 1 && s.request.bits == 3) second_plane = stride[2];
-    }
-    length = s.request.dump_len;
-  }
-
-  // Calls store(to) for each plane and the type of its logits: where the row's logit of `key` goes.
-  template <class Store>
-  __device__ __forceinline__ void write(const VegasVerifyParams& p, int key, const Store& store) const {
-    if (row < 0) return;
-#pragma unroll 1
-    for (int plane = 0; plane < 1 + (second_plane != 0); ++plane) {
-      const int64_t at = row + plane * second_plane + key;
-      if (p.logits_dtype == VEGAS_BFLOAT16) {
-        store(static_cast<__nv_bfloat16*>(p.logits) + at);
-      } else {
-        store(static_cast<float*>(p.logits) + at);
-      }
-    }
-  }
-};
-
-__device__ __forceinline__ void store_logit(__nv_bfloat16* to, float value) { *to = __float2bfloat16_rn(value); }
-__device__ __forceinline__ void store_logit(float* to, float value) { *to = value; }
+// tanh(x) for y = 2 log2(e) x, with an absolute error below 2^-22: enough for weights, and a few instructions.
+__device__ __forceinline__ float capped_share(float y) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(y)); }
 
 // A warpgroup that owns 64 packed rows.
 template <class T>
@@ -72,8 +35,6 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
   const int thread = threadIdx.x % kGroupThreads;
   const int warp = thread / 32;
   const int lane = thread % 32;
-  const bool dumps_rows = p.dump == VEGAS_DUMP_ROWS || p.dump == VEGAS_DUMP_ALL;
-  const bool query_aligned = portable::query_aligned(p);
 
   typename T::QkMma qk;
   typename T::PvMma pv;
@@ -152,14 +113,11 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
       const Element* source = static_cast<const Element*>(p.q) +
                               (s.request.q_begin + int64_t{packed.query}) * p.q_stride_row +
                               packed.head * p.q_stride_head + first_segment * 8;
+      const int copies = exists ? min(kCopies, p.cache.head_dim / 8 - first_segment) : 0;
       uint4 loaded[kCopies];
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        loaded[i] = make_uint4(0, 0, 0, 0);
-        if (exists && (first_segment + i) * 8 < p.cache.head_dim) {
-          loaded[i] =
-              query_aligned ? *reinterpret_cast<const uint4*>(source + i * 8) : load_query(source + i * 8, false);
-        }
+        loaded[i] = i < copies ? *reinterpret_cast<const uint4*>(source + i * 8) : make_uint4(0, 0, 0, 0);
       }
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
@@ -173,21 +131,9 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     // This lane's rows are own_row and 8 further; a row that does not exist is masked like the last.
     const int own_row = first_row + 16 * warp + lane / 4;
     const float scale = p.softmax_scale * portable::descale_of(p.cache.k, s.index, s.kv_head);
-    // Logits of rows that are dumped, capped or oddly scaled are formed before the softmax, not within it.
-    const bool forms_logits = p.softcap > 0.0f || !(scale > 0.0f) || dumps_rows;
+    // Capped or oddly scaled logits are formed before the softmax, not within it.
+    const bool forms_logits = p.softcap > 0.0f || !(scale > 0.0f);
     const float to_log2 = forms_logits ? kLog2e : scale * kLog2e;
-    const int end_key = s.request.end_key;
-    const auto dump_masked = [&](int begin, int end) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const RowDump row(p, s, own_row + 8 * i);
-        row.write(p, 0, [&](auto* to) {
-          for (int key = begin + lane % 4; key < min(end, row.length); key += 4) store_logit(to + key, -INFINITY);
-        });
-      }
-    };
-    if (dumps_rows) dump_masked(s.key_of(s.first_tile), s.key_of(s.live_begin));
-
     float reference[2] = {-INFINITY, -INFINITY};  // of the weights, log2 units
     float sum[2] = {0.0f, 0.0f};                  // of this lane's columns
     float rescale[2];
@@ -196,14 +142,15 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     clear(weights);  // of rows that are not in use
     const int first_full_key = s.request.first_full_key;
     const int last_full_key = s.request.last_full_key;
-    // Scales, caps, masks and dumps the scores of a tile; most tiles of most calls need none of it.
+    // Scales, caps and masks the scores of a tile; most tiles of most calls need none of it.
+    const float cap = p.softcap;
+    const float to_cap = p.softcap > 0.0f ? 2.0f * kLog2e / p.softcap : 0.0f;
     const auto finish_logits = [&](int first_key, const KeyMask<kTileKeys>& valid) __attribute__((always_inline)) {
       if (forms_logits) {
 #pragma unroll
         for (int c = 0; c < kScores; ++c) {
           float logit = scores(c) * scale;
-          // tanhf, not tanh.approx: a dumped logit promises an error below 2^-16.
-          if (p.softcap > 0.0f) logit = p.softcap * tanhf(logit / p.softcap);
+          if (p.softcap > 0.0f) logit = cap * capped_share(logit * to_cap);
           scores(c) = logit;
         }
       }
@@ -223,21 +170,6 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
         const int column = 8 * (c / 4) + c % 2;
         const bool exists = valid.words[column / 32] >> 2 * (lane % 4) >> column % 32 & 1;
         if (!exists || column < first_seen[i] || column > last_seen[i]) scores(c) = -INFINITY;
-      }
-      if (!dumps_rows) return;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        // Found anew for every tile: only these dumps pay for it.
-        const RowDump row(p, s, own_row + 8 * i);
-        const int key = first_key + 2 * (lane % 4);
-        const int left = min(row.length, end_key) - key;
-        row.write(p, key, [&](auto* to) {
-#pragma unroll
-          for (int c = 0; c < kScores / 2; ++c) {
-            const int column = 8 * (c / 2) + c % 2;
-            if (column < left) store_logit(to + column, scores(4 * (c / 2) + 2 * i + c % 2));
-          }
-        });
       }
     };
     // Turns scores into weights relative to a reference that is at most 2^8 below the running maximum: it moves, and
@@ -349,7 +281,6 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
       warpgroup_fence_operand(output);
       arrive_as_warp(shared.values_empty[previous]);
     }
-    if (dumps_rows) dump_masked(s.key_of(s.live_end), min(s.key_of(s.first_tile + s.tiles), end_key));
 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -405,7 +336,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     }
     for (int slot = 0; slot < kSegmentSlots; ++slot) {
       ClusterBarrier::init(&shared.segment_full[slot], 1);
-      ClusterBarrier::init(&shared.segment_empty[slot], 2 + T::kRowGroups * 4 + (guided ? kGuideWarps : 0));
+      ClusterBarrier::init(&shared.segment_empty[slot], 32 * (2 + T::kRowGroups * 4 + (guided ? kGuideWarps : 0)));
     }
     cutlass::arch::fence_barrier_init();
     if (boxes.box > 0) {
@@ -420,8 +351,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     cudaTriggerProgrammaticLaunchCompletion();
     static_assert(kPlanThreads == kGroupThreads);
     const auto sync = [] { cutlass::arch::NamedBarrier::sync(kGroupThreads, kProducerBarrier); };
-    find_share(p, w, shared.share, shared.segments[0], reinterpret_cast<uint64_t*>(shared.keys), sync);
-    sync();
+    make_plan(p, w, shared.share, shared.segments[0], reinterpret_cast<int*>(shared.guide_norm), sync,
+              [&] { cutlass::arch::ClusterBarrier::arrive(&shared.segment_full[0]); });
     if (threadIdx.x / 32 < kFirstGuideWarp) {
       load_tiles<T>(p, w, boxes, shared);
     } else if (guided) {

@@ -2,8 +2,6 @@
 // summed dump.
 #pragma once
 
-#include <float.h>
-
 #include "verify/guides.cuh"
 #include "verify/hopper_plan.cuh"
 
@@ -15,129 +13,152 @@ using portable::RowOutput;
 constexpr int kFinishThreads = 128;
 constexpr int kFinishWarps = kFinishThreads / 32;
 
-// Merges a row's chunks in the order of their keys, called by all lanes of a warp; each keeps kColumns columns.
-template <class Element, int kHeadDim>
-__device__ inline void merge_row(const VegasVerifyParams& p, const Workspace& w, const VerifyRequest& request, int b,
-                                 int kv_head, int row_tile, int row, const Chunks& chunks) {
-  constexpr int kColumns = kHeadDim / 32;
-  constexpr int kBatch = 8;  // chunks whose values are read at once
+// Part `part` of a row's chunks: every kFinishWarps-th, in the order of the keys.
+template <int kHeadDim>
+class RowPart {
+ public:
+  static constexpr int kColumns = kHeadDim / 32;  // of a lane
+  float sum = 0.0f;
+  float output[kColumns] = {};
+
+  // Reads the next kBatch chunks.
+  __device__ __forceinline__ void read(const Workspace& w, const Chunks& chunks, int row, int first) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int chunk = first + kFinishWarps * i;
+      norms_[i] = make_float2(-INFINITY, 0.0f);
+      values_[i] = {};
+      if (chunk >= chunks.count) continue;
+      const int64_t slot = chunks.slot(chunk);
+      norms_[i] = w.partial_norm[slot * w.norm_rows + row];
+      if (row >= w.tile_rows) continue;
+      const int64_t at = (slot * w.tile_rows + row) * kHeadDim + lane * kColumns;
+      values_[i] = *reinterpret_cast<const Values*>(w.partial_output + at);
+    }
+  }
+  // Adds what was read, with weights relative to `maximum`.
+  __device__ __forceinline__ void add(float maximum) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float weight = RowNorm{norms_[i].x, norms_[i].y}.weight_in({maximum, 0.0f});
+      sum += norms_[i].y * weight;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) output[j] += values_[i].of_column[j] * weight;
+    }
+  }
+  __device__ __forceinline__ void add(const RowPart& other) {
+    sum += other.sum;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) output[j] += other.output[j];
+  }
+
+  static constexpr int kBatch = 8;
+
+ private:
   struct alignas(kColumns * 4 < 16 ? kColumns * 4 : 16) Values {
     float of_column[kColumns];
   };
+  Values values_[kBatch];
+  float2 norms_[kBatch];
+};
+
+// Merges a row's chunks, called by a warp or, where `shared`, by the CTA; the result is the same.
+template <class Element, int kHeadDim>
+__device__ inline void merge_row(const VegasVerifyParams& p, const Workspace& w, const VerifyRequest& request, int b,
+                                 int kv_head, int row_tile, int row, const Chunks& chunks, bool shared) {
+  using Part = RowPart<kHeadDim>;
+  __shared__ float sums[kFinishWarps][Part::kColumns + 1][32];
   const int lane = threadIdx.x % 32;
-  const bool guide = row >= w.tile_rows;
-  RowNorm norm = {-INFINITY, 0.0f};  // of chunk `lane`, and in longer rows the last of its chunks
+  const int warp = threadIdx.x / 32;
   RowNorm whole = {-INFINITY, 0.0f};
-  for (int c = lane; c < chunks.count; c += 32) {
-    const float2 loaded = w.partial_norm[int64_t{chunks.slot(c)} * w.norm_rows + row];
-    norm = {loaded.x, loaded.y};
-    whole.maximum = fmaxf(whole.maximum, norm.maximum);
-  }
+  Part total;
+#pragma unroll 1
+  for (int turn = 0; turn < (shared ? 1 : kFinishWarps); ++turn) {
+    const int part = shared ? warp : turn;
+    Part mine;
+    mine.read(w, chunks, row, part);
+    if (turn == 0) {
+      for (int c = lane; c < chunks.count; c += 32) {
+        whole.maximum = fmaxf(whole.maximum, w.partial_norm[int64_t{chunks.slot(c)} * w.norm_rows + row].x);
+      }
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    whole.maximum = fmaxf(whole.maximum, __shfl_xor_sync(0xffffffffu, whole.maximum, step));
-  }
-  float output[kColumns] = {};
-  for (int first = 0; first < chunks.count; first += kBatch) {
-    Values values[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (guide || first + i >= chunks.count) continue;
-      const int64_t at = (int64_t{chunks.slot(first + i)} * w.tile_rows + row) * kHeadDim + lane * kColumns;
-      values[i] = *reinterpret_cast<const Values*>(w.partial_output + at);
+      for (int step = 16; step > 0; step /= 2) {
+        whole.maximum = fmaxf(whole.maximum, __shfl_xor_sync(0xffffffffu, whole.maximum, step));
+      }
     }
-    if (chunks.count > 32 && first % 32 == 0 && first + lane < chunks.count) {
-      const float2 loaded = w.partial_norm[int64_t{chunks.slot(first + lane)} * w.norm_rows + row];
-      norm = {loaded.x, loaded.y};
+    mine.add(whole.maximum);
+    for (int first = part + kFinishWarps * Part::kBatch; first < chunks.count; first += kFinishWarps * Part::kBatch) {
+      mine.read(w, chunks, row, first);
+      mine.add(whole.maximum);
     }
-    const float weight = norm.weight_in(whole);
+    if (!shared) {
+      total.add(mine);
+      continue;
+    }
+    sums[warp][Part::kColumns][lane] = mine.sum;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const float chunk_weight = __shfl_sync(0xffffffffu, weight, (first + i) % 32);
-      const float chunk_sum = __shfl_sync(0xffffffffu, norm.sum, (first + i) % 32);
-      if (first + i >= chunks.count) continue;
-      whole.sum += chunk_sum * chunk_weight;
-      if (guide) continue;
+    for (int j = 0; j < Part::kColumns; ++j) sums[warp][j][lane] = mine.output[j];
+  }
+  if (shared) {
+    __syncthreads();
+    if (warp > 0) return;
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) output[j] += values[i].of_column[j] * chunk_weight;
+    for (int other = 0; other < kFinishWarps; ++other) {
+      total.sum += sums[other][Part::kColumns][lane];
+#pragma unroll
+      for (int j = 0; j < Part::kColumns; ++j) total.output[j] += sums[other][j][lane];
     }
   }
-  if (guide) {
+  whole.sum = total.sum;
+  if (row >= w.tile_rows) {
     if (lane == 0) portable::write_guide_lse(p, request, b, kv_head, row - w.tile_rows, whole.lse());
     return;
   }
   const RowOutput<Element> target =
-      portable::row_output<Element>(p, request, b, kv_head, row_tile * w.group_rows + row);
+      portable::row_output<Element>(p, request, b, kv_head, row_tile * w.group_rows.divisor + row);
   if (lane == 0) *target.lse = whole.lse();
   const float factor = output_factor(target, whole);
 #pragma unroll
-  for (int j = 0; j < kColumns; ++j) {
-    const int d = lane * kColumns + j;
-    if (d < p.cache.head_dim)
-      target.out[d] = portable::from_float<Element>(whole.sum == 0.0f ? 0.0f : output[j] * factor);
+  for (int j = 0; j < Part::kColumns; ++j) {
+    const int d = lane * Part::kColumns + j;
+    if (d >= p.cache.head_dim) continue;
+    target.out[d] = portable::from_float<Element>(whole.sum == 0.0f ? 0.0f : total.output[j] * factor);
   }
 }
 
-// logits[b, key] = sum of the KV heads' parts, in their order.
-__device__ inline void reduce_dump(const VegasVerifyParams& p, const Workspace& w, int b, int part, int parts) {
-  const VerifyRequest request = request_of(p, b);
-  float* logits = static_cast<float*>(p.logits) + b * p.logits_stride[0];
-  const float* sums = w.dump + int64_t{b} * p.cache.num_heads_kv * w.dump_stride;
-  for (int64_t key = (int64_t{part} * kFinishThreads + threadIdx.x) * 4; key < request.dump_len;
-       key += int64_t{parts} * kFinishThreads * 4) {
-    float total[4] = {};
-    bool masked[4] = {};
-#pragma unroll 8
-    for (int head = 0; head < p.cache.num_heads_kv; ++head) {
-      const float4 values = *reinterpret_cast<const float4*>(sums + head * w.dump_stride + key);
-      const float x[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        masked[i] = masked[i] || x[i] == -INFINITY;
-        total[i] += x[i];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (key + i >= request.dump_len) break;
-      // Weights may overflow where the hint is far from the row's own normaliser; NaN stays.
-      if (p.dump == VEGAS_DUMP_TOKEN_WEIGHT && total[i] > FLT_MAX) total[i] = FLT_MAX;
-      logits[key + i] = masked[i] ? -INFINITY : total[i];
-    }
-  }
-}
-
-// The first merge_ctas CTAs merge chunks, a warp per row; the others add up dumps.
+// The grid is (rows of a row tile, pairs of a row tile and KV head, requests), with more in y that add up dumps. A CTA
+// merges rows_per_cta rows.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kFinishThreads)
     verify_finish_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ Workspace w,
-                         int row_tiles, int merge_ctas, int reduce_parts) {
+                         int rows_per_cta, int merges) {
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
-  if (blockIdx.x >= static_cast<unsigned>(merge_ctas)) {
-    const int i = blockIdx.x - merge_ctas;
-    reduce_dump(p, w, i / reduce_parts, i % reduce_parts, reduce_parts);
+  const int b = blockIdx.z;
+  const RequestPlan& plan = w.requests[b];
+  const int of_row_tile = blockIdx.y;
+  if (of_row_tile >= merges) {
+    portable::reduce_dump(p, w.dump, plan.request.dump_len, b, (of_row_tile - merges) * gridDim.x + blockIdx.x,
+                          (gridDim.y - merges) * gridDim.x, kFinishThreads);
     return;
   }
-  const int row_groups = ceil_div(w.norm_rows, kFinishWarps);
-  int i = blockIdx.x;
-  const int row = i % row_groups * kFinishWarps + threadIdx.x / 32;
-  i /= row_groups;
-  const int kv_head = i % p.cache.num_heads_kv;
-  i /= p.cache.num_heads_kv;
-  const int row_tile = i % row_tiles;
-  const int b = i / row_tiles;
-  const VerifyRequest request = request_of(p, b);
-  const RequestUnits units(p, w, request);
-  if (units.units == 1 || row_tile >= units.row_tiles) return;
+  int row_tile = 0;
+  int kv_head = of_row_tile;
+  if (of_row_tile >= p.cache.num_heads_kv) {
+    row_tile = of_row_tile / p.cache.num_heads_kv;
+    kv_head -= row_tile * p.cache.num_heads_kv;
+  }
+  const int row = blockIdx.x * rows_per_cta + threadIdx.x / 32 % rows_per_cta;
+  if (plan.units == 1 || row_tile >= plan.row_tiles) return;
   if (row < w.tile_rows) {
-    if (row_tile * w.group_rows + row >= request.packed_rows(p)) return;
-  } else if (row - w.tile_rows >= request.num_guides || row_tile > 0 || p.dump == VEGAS_DUMP_TOKEN) {
+    if (row_tile * w.group_rows.divisor + row >= plan.request.q_len * w.group) return;
+  } else if (row - w.tile_rows >= plan.request.num_guides || row_tile > 0 || p.dump == VEGAS_DUMP_TOKEN) {
     return;
   }
-  const Chunks chunks(w, units, w.unit_begin[b], kv_head, row_tile);
+  const Chunks chunks(w, plan, kv_head, row_tile);
   if (chunks.count == 1) return;
-  merge_row<Element, kHeadDim>(p, w, request, b, kv_head, row_tile, row, chunks);
+  merge_row<Element, kHeadDim>(p, w, plan.request, b, kv_head, row_tile, row, chunks, rows_per_cta == 1);
 }
 
 }  // namespace vegas_ops::hopper

@@ -5,39 +5,15 @@
 
 namespace vegas_ops::hopper {
 
-// The guide columns as the B operand of mma.m16n8k16, whose column is lane / 4: lane `segment` makes a segment, and all
-// lanes take their words of it.
-template <class T>
-__device__ __forceinline__ void load_guides(const VegasVerifyParams& p, const Segment& s,
-                                            uint32_t (&query)[T::kHeadDim / 16][2]) {
-  const int lane = threadIdx.x % 32;
-  const int columns = p.dump == VEGAS_DUMP_TOKEN ? portable::kGuideColumns : 2;
-  for (int column = 0; column < columns; ++column) {
-    uint4 made = make_uint4(0, 0, 0, 0);
-    if (lane < T::kSegments) {
-      made = portable::guide_column<typename T::Element>(p, s.request, s.kv_head, column, lane);
-    }
-    const uint32_t words[4] = {made.x, made.y, made.z, made.w};
-#pragma unroll
-    for (int segment = 0; segment < T::kSegments; ++segment) {
-      uint32_t value = 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t word = __shfl_sync(0xffffffffu, words[i], segment);
-        if (lane % 4 == i) value = word;
-      }
-      if (lane / 4 % columns == column) query[segment / 2][segment % 2] = value;
-    }
-  }
-}
-
 // Keys on the 16-row side of mma.m16n8k16, guide columns on the 8-column side; the guide warps share the keys of a
-// tile.
+// tile. Lanes read and keep whole segments of 16 bytes, whose words are their operands of two products: a product takes
+// its dimensions in any order, if only both sides have the same. Keys take turns within 8, so that the lanes that read
+// at once find two rows whose swizzles differ in half a line.
 template <class T>
 __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, const Workspace& w,
                                                 SharedMemory<T>& shared) {
   using Element = typename T::Element;
-  constexpr int kSteps = T::kHeadDim / 16;
+  constexpr int kSteps = T::kHeadDim / 32;
   constexpr int kProducts = kTileKeys / 16 / kGuideWarps;  // of 16 keys, of a warp
   constexpr int kOwnKeys = kProducts / 2;                  // of a lane
   const int lane = threadIdx.x % 32;
@@ -47,8 +23,9 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
   // after one half of a product of its own, or both.
   const int own_product = lane % 4 % kProducts;
   const int own_half = lane % 4 / kProducts;
-  const int own_column = first_row + 16 * own_product + lane / 4 + 8 * own_half;
-  const int lane_offset = swizzled_offset<kTileKeys>(first_row + lane % 16, lane / 16);
+  const int own_row = lane / 8 + lane / 4 % 2 * 4;
+  const int own_column = first_row + 16 * own_product + own_row + 8 * own_half;
+  const int lane_offset = swizzled_offset<kTileKeys>(first_row + own_row, lane % 4);
   const bool token = p.dump == VEGAS_DUMP_TOKEN;
   int parity = 0;
   RingPosition<T::kStages> ring;
@@ -63,19 +40,20 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
       }
       continue;
     }
-    uint32_t query[kSteps][2] = {};
-    load_guides<T>(p, s, query);
     portable::GuideDump dump;
-    portable::describe_guides(dump, p, s.request, s.index, s.kv_head,
-                              w.dump + (int64_t{s.index} * p.cache.num_heads_kv + s.kv_head) * w.dump_stride);
+    portable::describe_guides(dump, p, s.request, s.index, s.kv_head, w.dump);
+    uint4 query[kSteps];
+    portable::guide_column<Element>(p, s.request, s.kv_head, lane / 4 % portable::kGuideColumns, lane % 4, query);
     const float scale = p.softmax_scale * portable::descale_of(p.cache.k, s.index, s.kv_head);
     // Masked for all rows: the guide warps take turns.
-    const auto write_masked = [&](int begin, int end) {
+#pragma unroll 1
+    for (int side = 0; side < 2; ++side) {
+      const int begin = s.key_of(side == 0 ? s.first_tile : s.live_end);
+      const int end = side == 0 ? s.key_of(s.live_begin) : min(s.key_of(s.first_tile + s.tiles), s.request.end_key);
       for (int key = begin + guide_warp * 32 + lane; key < end; key += 32 * kGuideWarps) {
         dump.write(key, -INFINITY, -INFINITY);
       }
-    };
-    write_masked(s.key_of(s.first_tile), s.key_of(s.live_begin));
+    }
     RowNorm norm[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};  // of this lane's keys
     const int end_key = s.request.end_key;
     const int live_end = s.live_end;
@@ -83,31 +61,30 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     for (int tile = s.live_begin; tile < live_end; ++tile, key += kTileKeys) {
       wait_barrier(shared.keys_full[ring.stage], ring.phase);
       const char* keys = shared.keys[ring.stage] + lane_offset;
-      // Fragments are read one step ahead of the products, and those of even and odd steps are chains of their own.
-      uint32_t fragments[2][kProducts][4];
-      const auto read = [&](int k) {
-#pragma unroll
-        for (int m = 0; m < kProducts; ++m) {
-          // The swizzle depends on the row within 8 alone, so 16 rows further is 2048 bytes further.
-          const int moved = (lane_offset ^ 32 * (k % 4)) - lane_offset;
-          portable::load_matrices(fragments[k % 2][m], keys + moved + k / 4 * (kTileKeys * 128) + m * 2048);
-        }
-      };
+      // Products of even and odd words are chains of their own.
       float x[kProducts][4] = {};
       float odd[kProducts][4] = {};
-      read(0);
       uint32_t valid = 0;
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        if (k + 1 < kSteps) {
-          read(k + 1);
-        } else {
+        // The swizzle depends on the row within 8 alone, so 8 rows further is 1024 bytes further.
+        const char* from = keys + (lane_offset ^ 64 * (k % 2)) - lane_offset + k / 2 * (kTileKeys * 128);
+        uint4 rows[kProducts][2];
+#pragma unroll
+        for (int m = 0; m < kProducts; ++m) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) rows[m][i] = *reinterpret_cast<const uint4*>(from + (2 * m + i) * 1024);
+        }
+        if (k + 1 == kSteps) {
           valid = shared.valid[ring.stage].words[own_column / 32] >> own_column % 32;
           arrive_as_warp(shared.keys_empty[ring.stage]);
         }
 #pragma unroll
         for (int m = 0; m < kProducts; ++m) {
-          portable::mma<Element>(k % 2 ? odd[m] : x[m], fragments[k % 2][m], query[k][0], query[k][1]);
+          const uint32_t even_words[4] = {rows[m][0].x, rows[m][1].x, rows[m][0].y, rows[m][1].y};
+          const uint32_t odd_words[4] = {rows[m][0].z, rows[m][1].z, rows[m][0].w, rows[m][1].w};
+          portable::mma<Element>(x[m], even_words, query[k].x, query[k].y);
+          portable::mma<Element>(odd[m], odd_words, query[k].z, query[k].w);
         }
       }
 #pragma unroll
@@ -154,7 +131,6 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
 #pragma unroll
       for (int g = 0; g < 2; ++g) portable::add_logits(norm[g], logits[g]);
     }
-    write_masked(s.key_of(live_end), min(s.key_of(s.first_tile + s.tiles), end_key));
     if (token) continue;
 
 #pragma unroll

@@ -30,9 +30,9 @@ cudaError_t launch_instance(const VegasVerifyParams& p, const Workspace& w, cons
   if (error == cudaSuccess) {
     error = launch_dependent(verify_kernel<T>, shape.grid, T::kThreads, kBytes, stream, p, w, boxes);
   }
-  if (error == cudaSuccess && shape.finish_ctas > 0) {
-    error = launch_dependent(finish, shape.finish_ctas, kFinishThreads, 0, stream, p, w, shape.row_tiles,
-                             shape.merge_ctas, shape.reduce_parts);
+  if (error == cudaSuccess && shape.finish_grid.y > 0) {
+    error =
+        launch_dependent(finish, shape.finish_grid, kFinishThreads, 0, stream, p, w, shape.rows_per_cta, shape.merges);
   }
   return error;
 }

@@ -21,11 +21,15 @@ constexpr int ctas_per_sm(int row_groups, int head_dim) { return row_groups == 1
 
 struct LaunchShape {
   int row_groups;
-  int grid;         // CTAs of the attention kernel
-  int row_tiles;    // of a request
-  int merge_ctas;   // of the last kernel: those that merge
-  int finish_ctas;  // and all; 0: no such kernel
-  int reduce_parts;
+  struct Grid {
+    int x = 1;
+    int y = 1;
+    int z = 1;
+  };
+  Grid grid;         // of the attention kernel
+  Grid finish_grid;  // of the last kernel; without rows: no such kernel
+  int rows_per_cta;  // that merge
+  int merges;        // pairs of a row tile and KV head
 };
 
 // Both kernels of a call.
@@ -35,10 +39,10 @@ cudaError_t launch_verify(const VegasVerifyParams& p, const Workspace& w, const 
 
 // Launches with programmatic stream serialization: the kernel waits for its predecessor by itself.
 template <class... Args>
-cudaError_t launch_dependent(void (*kernel)(Args...), int64_t grid, int threads, int shared_bytes, cudaStream_t stream,
-                             const Args&... args) {
+cudaError_t launch_dependent(void (*kernel)(Args...), const LaunchShape::Grid& grid, int threads, int shared_bytes,
+                             cudaStream_t stream, const Args&... args) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(grid);
+  config.gridDim = dim3(grid.x, grid.y, grid.z);
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

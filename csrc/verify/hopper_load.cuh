@@ -35,13 +35,13 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
     // One copy of the code for both warps, which then find each other's in the cache.
     asm volatile("" : "+r"(value_warp));
     const bool values = value_warp;
-    if (!values) {
+    // The first is there from the start.
+    if (!values && !first) {
       wait_barrier(shared.segment_empty[segments.ring.stage], segments.ring.phase ^ 1);
-      // The first is there from the start.
-      if (!first && lane == 0) shared.segments[segments.ring.stage] = next_segment(p, w, shared.share);
-      first = false;
+      if (lane == 0) shared.segments[segments.ring.stage] = next_segment(p, w, shared.share);
       arrive_as_warp(shared.segment_full[segments.ring.stage]);
     }
+    first = false;
     const Segment* next = segments.next();
     if (!next) break;
     const Segment& s = *next;
@@ -57,8 +57,8 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
     const int boxed_begin = num_boxes > 0 ? ceil_div(max(first_seen - first_key, 0), kTileKeys) : INT_MAX;
     const int boxed_end = (end_key - first_key) / kTileKeys;
     // Where rows lane + 32j of a tile lie; of a boxed tile, where box `lane` does.
-    int page[kKeysPerLane];
-    int slot[kKeysPerLane];
+    int page[kKeysPerLane] = {};
+    int slot[kKeysPerLane] = {};
     const auto look_up = [&](int tile) {
       const bool boxed = tile >= boxed_begin && tile < boxed_end;
 #pragma unroll
@@ -74,8 +74,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
         }
       }
     };
-    look_up(s.live_begin);
-    for (int tile = s.live_begin; tile < live_end; ++tile) {
+    for (int tile = s.live_begin - 1; tile < live_end; ++tile) {
       const int box_page = page[0];
       const int box_slot = slot[0];
       const uint32_t found = __ballot_sync(0xffffffffu, box_page >= 0 && box_page < num_pages);
@@ -99,6 +98,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
         valid.words[j] = __ballot_sync(0xffffffffu, exists);
       }
       look_up(tile + 1);
+      if (tile < s.live_begin) continue;
       wait_barrier(values ? shared.values_empty[ring.stage] : shared.keys_empty[ring.stage], ring.phase ^ 1);
       char* target = values ? shared.values[ring.stage] : shared.keys[ring.stage];
       uint64_t* full = values ? &shared.values_full[ring.stage] : &shared.keys_full[ring.stage];
@@ -116,16 +116,26 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
         }
         __syncwarp();
         const auto hint = read_once ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL;
-#pragma unroll 4
-        for (int i = 0; i < num_boxes; ++i) {
-          const int page_of_box = __shfl_sync(0xffffffffu, box_page, i);
-          const int slot_of_box = __shfl_sync(0xffffffffu, box_slot, i);
-          if (cute::elect_one_sync()) {
+        // One lane issues a batch in a straight line: a loop over boxes takes longer than memory does.
+        constexpr int kBatch = 4;
+#pragma unroll 1
+        for (int first_box = 0; first_box < num_boxes; first_box += kBatch) {
+          int pages[kBatch];
+          int slots[kBatch];
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            pages[i] = __shfl_sync(0xffffffffu, box_page, first_box + i);
+            slots[i] = __shfl_sync(0xffffffffu, box_slot, first_box + i);
+          }
+          if (!cute::elect_one_sync()) continue;
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            if (first_box + i >= num_boxes) break;
 #pragma unroll
             for (int column = 0; column < T::kHeadDim / 64; ++column) {
               cute::SM90_TMA_LOAD_4D::copy(values ? &boxes.v : &boxes.k, full, static_cast<uint64_t>(hint),
-                                           target + column * (kTileKeys * 128) + i * boxes.box * 128, column * 64,
-                                           kv_head, slot_of_box, page_of_box);
+                                           target + column * (kTileKeys * 128) + (first_box + i) * boxes.box * 128,
+                                           column * 64, kv_head, slots[i], pages[i]);
             }
           }
         }

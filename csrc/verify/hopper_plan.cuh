@@ -1,5 +1,9 @@
 // How the Hopper verify kernel shares work among persistent CTAs, and what it leaves in the workspace.
+//
+// A small call waits for every step before its first load, so nothing here divides where a quotient can be known.
 #pragma once
+
+#include <cutlass/fast_math.h>
 
 #include "common/split_plan.cuh"
 #include "verify/request.cuh"
@@ -18,24 +22,33 @@ constexpr int kInvariantKeys = 2048;  // of a chunk where results must not depen
 constexpr int kPlanThreads = 128;
 constexpr int kMinShareKeys = 256;  // of a CTA where there is little work
 
-// CTAs work in teams: the CTAs of a team read the same keys of as many KV heads at the same time, which memory serves
-// best since a token's heads lie side by side. A team takes one contiguous share of the list of all units: requests,
-// their rounds of heads, row tiles, and units of key tiles.
+struct RequestPlan;
 
-// Pointers into the workspace, and the call's bounds. Nothing in it outlives a call.
+// CTAs work in teams: the CTAs of a team read the same keys of as many KV heads at the same time, which memory serves
+// best since a token's heads lie side by side. The grid is (CTAs of a team, teams). A team takes one contiguous share
+// of the list of all units: requests, their rounds of heads, row tiles, and units of key tiles.
+
+// Pointers into the workspace, and what the host knows of the call. Nothing in it outlives a call.
 struct Workspace {
-  int* unit_begin;        // (batch,): where the request's units start in the list of all
-  int* share;             // units of a team
+  RequestPlan* requests;  // (batch,)
   float2* partial_norm;   // (slot, norm_rows): maximum in log2 units, sum; the guide rows come last
   float* partial_output;  // (slot, tile_rows, padded head_dim), not yet divided by the sum
-  float* dump;            // (batch, num_heads_kv, dump_stride): the KV heads' parts of a summed dump
-  int64_t dump_stride;
+  float* dump;            // the KV heads' parts of a summed dump
   SplitRule rule;
-  int team;        // CTAs, a divisor of the KV heads
-  int group_rows;  // packed rows of a row tile: a multiple of 64
-  int tile_rows;   // of which this many can be in use
+  cutlass::FastDivmod teams;
+  cutlass::FastDivmod group_rows;  // packed rows of a row tile: a multiple of 64
+  int group;                       // query heads of a KV head
+  int team;                        // CTAs, a divisor of the KV heads
+  int rounds;                      // of a team over the KV heads
+  int tile_rows;                   // of group_rows, this many can be in use
   int norm_rows;
 };
+
+__device__ inline int ceil_div(int a, const cutlass::FastDivmod& by) {
+  int quotient, remainder;
+  by.fast_divmod(quotient, remainder, a + by.divisor - 1);
+  return quotient;
+}
 
 // A request's units of work. A pair is one of its row tiles and one round of heads; every pair has the same tiles of
 // keys.
@@ -46,15 +59,27 @@ struct RequestUnits {
   int row_tiles;
   int all;
 
-  __device__ RequestUnits(const VegasVerifyParams& p, const Workspace& w, const VerifyRequest& request) {
-    row_tiles = request.row_tiles(p, w.group_rows);
+  RequestUnits() = default;
+  __device__ RequestUnits(const Workspace& w, const VerifyRequest& request) {
+    row_tiles = ceil_div(request.q_len * w.group, w.group_rows);
     tiles = max(1, ceil_div(request.end_key - request.first_key, kTileKeys));
     unit_tiles = 1;
-    if (w.rule.mode == SplitMode::kInvariant) unit_tiles = kInvariantKeys / kTileKeys;
-    if (w.rule.mode == SplitMode::kForced) unit_tiles = ceil_div(tiles, w.rule.num_splits);
-    units = ceil_div(tiles, unit_tiles);
-    all = units * row_tiles * (p.cache.num_heads_kv / w.team);
+    units = tiles;
+    if (w.rule.mode != SplitMode::kBalanced) {
+      unit_tiles = w.rule.mode == SplitMode::kForced ? ceil_div(tiles, w.rule.num_splits) : kInvariantKeys / kTileKeys;
+      units = ceil_div(tiles, unit_tiles);
+    }
+    all = units * row_tiles * w.rounds;
   }
+};
+
+// What the launch that merges needs of a request.
+struct RequestPlan {
+  VerifyRequest request;
+  int row_tiles;
+  int units;
+  int unit_begin;  // where its units start in the list of all
+  int share;       // units of a team
 };
 
 // A request whose tiles start where a box of a page may.
@@ -104,35 +129,43 @@ struct Segment {
 __device__ inline Segment cut_segment(const VegasVerifyParams& p, const Workspace& w, const VerifyRequest& request,
                                       const RequestUnits& units, Share& left) {
   Segment s;
-  const int in = left.begin - left.request_begin;
-  const int pair = in / units.units;
-  const int unit = in - pair * units.units;
+  int unit = left.begin - left.request_begin;
+  int pair = 0;
+  if (unit >= units.units) {
+    pair = unit / units.units;
+    unit -= pair * units.units;
+  }
+  int round = 0;
+  s.row_tile = pair;
+  if (pair >= units.row_tiles) {
+    round = pair / units.row_tiles;
+    s.row_tile -= round * units.row_tiles;
+  }
   const bool balanced = w.rule.mode == SplitMode::kBalanced;
   const int run = balanced ? min(units.units - unit, left.end - left.begin) : 1;
   s.request = request;
   s.index = left.request;
-  s.packed_rows = s.request.packed_rows(p);
-  s.row_tile = pair % units.row_tiles;
-  s.kv_head = pair / units.row_tiles * w.team + blockIdx.x % w.team;
+  s.packed_rows = request.q_len * w.group;
+  s.kv_head = round * w.team + blockIdx.x;
   s.first_tile = unit * units.unit_tiles;
   s.tiles = min(run * units.unit_tiles, units.tiles - s.first_tile);
   s.whole = run == units.units;
   // A CTA has one run that ends within a pair, and one that starts within.
-  s.slot = balanced ? blockIdx.x * 2 + (unit == 0) : left.begin * w.team + blockIdx.x % w.team;
+  s.slot = balanced ? (blockIdx.y * w.team + blockIdx.x) * 2 + (unit == 0) : left.begin * w.team + blockIdx.x;
   left.begin += run;
 
-  const int all = s.request.keys + s.request.q_len;
+  const int all = request.keys + request.q_len;
   s.left = p.window_left >= 0 ? min(p.window_left, all) : all;
   s.right = p.causal ? 0 : p.window_right >= 0 ? min(p.window_right, all) : all;
   int unused;
   s.visible(0, s.first_seen, unused);
-  s.visible(s.request.q_len - 1, unused, s.last_seen);
+  s.visible(request.q_len - 1, unused, s.last_seen);
   s.first_seen = max(s.first_seen, 0);
   const int end = s.first_tile + s.tiles;
   s.live_begin = s.live_end = s.first_tile;
   if (s.last_seen >= s.first_seen) {
-    const int first = (max(s.first_seen, s.request.first_key) - s.request.first_key) / kTileKeys;
-    const int last = (s.last_seen - s.request.first_key) / kTileKeys;
+    const int first = (max(s.first_seen, request.first_key) - request.first_key) / kTileKeys;
+    const int last = (s.last_seen - request.first_key) / kTileKeys;
     s.live_begin = min(max(first, s.first_tile), end);
     s.live_end = max(s.live_begin, min(last + 1, end));
   }
@@ -142,7 +175,7 @@ __device__ inline Segment cut_segment(const VegasVerifyParams& p, const Workspac
 __device__ inline Segment next_segment(const VegasVerifyParams& p, const Workspace& w, Share& left) {
   while (left.begin < left.end) {
     const VerifyRequest request = request_of(p, left.request);
-    const RequestUnits units(p, w, request);
+    const RequestUnits units(w, request);
     if (left.begin - left.request_begin < units.all) return cut_segment(p, w, request, units, left);
     left.request_begin += units.all;
     ++left.request;
@@ -153,48 +186,53 @@ __device__ inline Segment next_segment(const VegasVerifyParams& p, const Workspa
 }
 
 // Called by the first kPlanThreads threads, which `sync` makes wait for each other: finds the CTA's share and its first
-// segment, which are there after the next barrier. `scratch` is shared memory, 8 bytes a warp.
-template <class Sync>
-__device__ inline void find_share(const VegasVerifyParams& p, const Workspace& w, Share& share, Segment& segment,
-                                  uint64_t* scratch, const Sync& sync) {
-  constexpr int threads = kPlanThreads;
-  const int teams = gridDim.x / w.team;
-  const auto look = [&](int b, VerifyRequest& request) {
-    if (b >= p.batch) return 0;
-    request = request_of(p, b);
-    return RequestUnits(p, w, request).all;
-  };
+// segment; the thread that has written them calls `ready`. `scratch` is shared memory, an int per warp.
+template <class Sync, class Ready>
+__device__ inline void make_plan(const VegasVerifyParams& p, const Workspace& w, Share& share, Segment& segment,
+                                 int* scratch, const Sync& sync, const Ready& ready) {
+  const int requests = ceil_div(p.batch, kPlanThreads);  // of a thread
+  const int first = threadIdx.x * requests;
+  const int last = min(first + requests, p.batch);
+  const bool writes = blockIdx.x + blockIdx.y == 0;  // the plan of every request, for the merge
   VerifyRequest request;
-  int mine = 0;
-  for (int b = threadIdx.x; b < p.batch; b += threads) mine += look(b, request);
-  uint64_t total;
-  int at = static_cast<int>(block_scan(mine, &total, scratch, threads, sync));
-  const int all = static_cast<int>(total);
-  const int least = w.rule.mode == SplitMode::kBalanced ? kMinShareKeys / kTileKeys : 1;
-  const int size = max(least, ceil_div(all, teams));
-  const int begin = min(all, static_cast<int>(blockIdx.x) / w.team * size);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *w.share = size;
-  if (begin == all && threadIdx.x == 0) {
-    share = {0, 0, 0, 0};
-    segment.index = -1;
-  }
-  int before = 0;
-  for (int first = 0; first < p.batch; first += threads) {
-    const int b = first + threadIdx.x;
-    if (p.batch > threads) {
-      mine = look(b, request);
-      uint64_t sum;
-      at = before + static_cast<int>(block_scan(mine, &sum, scratch, threads, sync));
-      before += static_cast<int>(sum);
+  RequestUnits units;
+  int at = 0;
+  int begin = 0;
+  int size = 0;
+  int total = 0;
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    const int before = at;
+#pragma unroll 1
+    for (int b = first; b < last; ++b) {
+      if (pass == 0 || requests > 1) {
+        request = request_of(p, b);
+        units = RequestUnits(w, request);
+      }
+      if (pass == 1) {
+        if (writes) w.requests[b] = {request, units.row_tiles, units.units, at, size};
+        if (at <= begin && begin < at + units.all) {
+          Share left = {begin, min(total, begin + size), at, b};
+          segment = cut_segment(p, w, request, units, left);
+          share = left;
+          ready();
+        }
+      }
+      at += units.all;
     }
-    if (b >= p.batch) continue;
-    if (at <= begin && begin < at + mine) {
-      Share left = {begin, min(all, begin + size), at, b};
-      segment = cut_segment(p, w, request, RequestUnits(p, w, request), left);
-      share = left;
+    if (pass == 1) return;
+    const int mine = at - before;
+    at = block_scan(mine, &total, scratch, kPlanThreads, sync);
+    const int least = w.rule.mode == SplitMode::kBalanced ? kMinShareKeys / kTileKeys : 1;
+    size = max(least, ceil_div(total, w.teams));
+    begin = min(total, static_cast<int>(blockIdx.y) * size);
+    if (begin == total && threadIdx.x == 0) {
+      share = {};
+      segment.index = -1;
+      ready();
     }
-    // The first CTA lists where every request starts, for the merge.
-    if (blockIdx.x == 0) w.unit_begin[b] = at;
+    const bool here = at <= begin && begin < at + mine;
+    if (!writes && !here) return;
   }
 }
 
@@ -206,16 +244,20 @@ struct Chunks {
   int team;
   bool balanced;
 
-  __device__ Chunks(const Workspace& w, const RequestUnits& units, int unit_begin, int kv_head, int row_tile) {
+  __device__ Chunks(const Workspace& w, const RequestPlan& plan, int kv_head, int row_tile) {
     team = w.team;
-    in_team = kv_head % team;
+    in_team = kv_head;
     balanced = w.rule.mode == SplitMode::kBalanced;
-    first = unit_begin + (kv_head / team * units.row_tiles + row_tile) * units.units;
-    count = units.units;
+    int round = 0;
+    if (w.rounds > 1) {
+      round = kv_head / team;
+      in_team -= round * team;
+    }
+    first = plan.unit_begin + (round * plan.row_tiles + row_tile) * plan.units;
+    count = plan.units;
     if (balanced) {
-      const int size = *w.share;
-      const int last = (first + units.units - 1) / size;
-      first /= size;
+      const int last = (first + plan.units - 1) / plan.share;
+      first /= plan.share;
       count = last - first + 1;
     }
   }

@@ -105,7 +105,7 @@ struct SharedMemory {
   uint64_t segment_empty[kSegmentSlots];
   Share share;
   Segment segments[kSegmentSlots];
-  RowNorm guide_norm[2][2];  // of the last guide warp: by parity of the segment, and guide row
+  RowNorm guide_norm[2][2];  // of the last guide warp: by parity of the segment, and guide row; scratch before
 };
 
 // Stage and phase of a role's walk around a ring.
@@ -131,8 +131,8 @@ __device__ __forceinline__ void arrive_as_warp(const uint64_t& barrier) {
   if (threadIdx.x % 32 == 0) cutlass::arch::ClusterBarrier::arrive(&barrier);
 }
 
-// A role's walk through the CTA's segments: next() waits for a segment, done() gives its slot back. Called by whole
-// warps.
+// A role's walk through the CTA's segments: next() waits for a segment, done() gives its slot back. Every lane for
+// itself, so that a slot is written after all that was read of it.
 template <class T>
 struct SegmentReader {
   SharedMemory<T>& shared;
@@ -144,7 +144,7 @@ struct SegmentReader {
     return s->index < 0 ? nullptr : s;
   }
   __device__ void done() {
-    arrive_as_warp(shared.segment_empty[ring.stage]);
+    cutlass::arch::ClusterBarrier::arrive(&shared.segment_empty[ring.stage]);
     ring.advance();
   }
 };

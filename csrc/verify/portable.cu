@@ -1,7 +1,5 @@
 // flash_attn_with_logit_dump on any GPU from sm_80: plan, attention, and a last kernel that merges chunks and
 // adds up the KV heads' parts of a summed dump.
-#include <float.h>
-
 #include "common/backends.h"
 #include "common/portable_launch.cuh"
 #include "common/status.h"
@@ -14,7 +12,6 @@ namespace portable {
 namespace {
 
 constexpr int kReduceCtas = 2048;  // about as many as add up dumps, over all requests
-constexpr int kReduceThreads = kThreads;
 
 __global__ void __launch_bounds__(kPlanThreads)
     verify_plan_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ PlanWorkspace w,
@@ -26,27 +23,6 @@ __global__ void __launch_bounds__(kPlanThreads)
   make_plan(work, p.batch, rule, w);
 }
 
-// logits[b, key] = sum of the parts of KV heads, in their order.
-__device__ void reduce_dump(const VegasVerifyParams& p, const PlanWorkspace& w, int b, int part, int parts) {
-  const VerifyRequest request(p, b);
-  float* logits = static_cast<float*>(p.logits) + b * p.logits_stride[0];
-  const float* sums = w.dump + int64_t{b} * p.cache.num_heads_kv * p.max_seqlen_k;
-  for (int64_t key = int64_t{part} * kReduceThreads + threadIdx.x; key < request.dump_len;
-       key += int64_t{parts} * kReduceThreads) {
-    float total = 0.0f;
-    bool masked = false;
-#pragma unroll 8
-    for (int head = 0; head < p.cache.num_heads_kv; ++head) {
-      const float value = sums[int64_t{head} * p.max_seqlen_k + key];
-      masked = masked || value == -INFINITY;
-      total += value;
-    }
-    // Weights may overflow where the hint is far from the row's own normaliser; NaN stays.
-    if (p.dump == VEGAS_DUMP_TOKEN_WEIGHT && total > FLT_MAX) total = FLT_MAX;
-    logits[key] = masked ? -INFINITY : total;
-  }
-}
-
 // The first merge_ctas CTAs merge chunks, a warp per row; the others add up dumps.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
@@ -54,7 +30,8 @@ __global__ void __launch_bounds__(kThreads)
                          int tile_rows, int64_t merge_ctas, int reduce_parts) {
   if (blockIdx.x >= merge_ctas) {
     const int64_t i = blockIdx.x - merge_ctas;
-    reduce_dump(p, w, static_cast<int>(i / reduce_parts), static_cast<int>(i % reduce_parts), reduce_parts);
+    const int b = static_cast<int>(i / reduce_parts);
+    reduce_dump(p, w.dump, VerifyRequest(p, b).dump_len, b, static_cast<int>(i % reduce_parts), reduce_parts, kThreads);
     return;
   }
   const int row_groups = ceil_div(w.tile_rows + w.extra_norms, kWarps);
@@ -86,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
 PlanBounds plan_bounds(RowMapping mapping, int rows, int batch, int64_t max_seqlen_k, int num_heads_kv, int head_dim,
                        bool summed, bool guided) {
   const int tile_rows = mapping.tile_rows();
-  const int64_t dump_floats = summed ? int64_t{batch} * num_heads_kv * max_seqlen_k : 0;
+  const int64_t dump_floats = summed ? batch * part_floats(num_heads_kv, max_seqlen_k) : 0;
   return {batch,
           ceil_div(rows, tile_rows),
           rows < tile_rows ? rows : tile_rows,
@@ -145,7 +122,7 @@ int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
       split ? int64_t{p.batch} * bounds.row_tiles * p.cache.num_heads_kv * row_groups : int64_t{0};
   int reduce_parts = 0;
   if (summed && p.max_seqlen_k > 0) {
-    const int most = ceil_div(p.max_seqlen_k, kReduceThreads);
+    const int most = ceil_div(p.max_seqlen_k, 4 * kThreads);
     const int wanted = ceil_div(kReduceCtas, p.batch);
     reduce_parts = most < wanted ? most : wanted;
   }

@@ -223,8 +223,9 @@ __device__ inline void load_guides(const VegasVerifyParams& p, const VerifyReque
     const int column = i / T::kQuerySegments;
     const int segment = i % T::kQuerySegments;
     const int half = segment % 2;
-    const uint4 values = guide_column<typename T::Element>(p, request, kv_head, column, segment);
-    const uint32_t pairs[4] = {values.x, values.y, values.z, values.w};
+    uint4 values[1];
+    guide_column<typename T::Element>(p, request, kv_head, column, segment, values);
+    const uint32_t pairs[4] = {values[0].x, values[0].y, values[0].z, values[0].w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       // The order of k within a step is that of the widened keys, see QueryTile.
@@ -239,8 +240,7 @@ template <class T>
 __device__ inline void describe_dump(SharedDump& dump, const VegasVerifyParams& p, const PlanWorkspace& w,
                                      const VerifyRequest& request, int b, int kv_head, int row_tile) {
   using Element = typename T::Element;
-  describe_guides(dump.guides, p, request, b, kv_head,
-                  w.dump + (int64_t{b} * p.cache.num_heads_kv + kv_head) * p.max_seqlen_k);
+  describe_guides(dump.guides, p, request, b, kv_head, w.dump);
   if (row_tile > 0) dump.guides.num_guides = 0;
   for (int g = 0; g < request.num_guides; ++g) dump.guide_heads[g] = guide_heads<Element>(p, request, kv_head, g);
   dump.group = p.num_heads_q / p.cache.num_heads_kv;

@@ -48,14 +48,14 @@ struct VerifyRequest {
 
   // Keys that a query row of the request sees; last < first for a row without keys.
   __device__ void visible(const VegasVerifyParams& p, int row, int& first, int& last) const {
-    const int64_t position = int64_t{keys} - q_len + row;
-    int64_t low = 0;
-    int64_t high = keys - 1;
-    if (p.causal && position < high) high = position;
-    if (p.window_right >= 0 && position + p.window_right < high) high = position + p.window_right;
-    if (p.window_left >= 0 && position - p.window_left > low) low = position - p.window_left;
-    first = static_cast<int>(low < keys ? low : keys);
-    last = static_cast<int>(high > -1 ? high : -1);
+    const int position = keys - q_len + row;
+    int low = 0;
+    int high = keys - 1;
+    if (p.causal) high = min(high, position);
+    if (p.window_right >= 0 && p.window_right < high - position) high = position + p.window_right;
+    if (p.window_left >= 0 && p.window_left < position) low = position - p.window_left;
+    first = min(low, keys);
+    last = max(high, -1);
   }
 
   __device__ int packed_rows(const VegasVerifyParams& p) const {
