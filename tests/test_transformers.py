@@ -490,6 +490,22 @@ def test_a_filled_cache_is_refused_on_either_way(qwen3: Any) -> None:
         qwen3.generate(ids, past_key_values=filled_cache(), custom_generate=generate, max_new_tokens=4)
 
 
+def test_what_transformers_withholds_is_refused(qwen3: Any) -> None:
+    ids, options = BATCH["input_ids"][:1], {"max_new_tokens": 4, "custom_generate": generate}
+    with pytest.raises(ValueError, match="`streamer` must not be given"):
+        qwen3.generate(ids, streamer=Stream(), **options)
+    with pytest.raises(ValueError, match="tokenizer"):
+        qwen3.generate(ids, stop_strings=["x"], tokenizer=object(), **options)
+
+    streamer = Stream()
+
+    def loop(model: Any, input_ids: Any, **prepared: Any) -> Any:
+        return generate(model, input_ids, streamer=streamer, **prepared)
+
+    qwen3.generate(ids, max_new_tokens=4, custom_generate=loop)
+    assert streamer.pieces[-1] == ["end"] and len(streamer.pieces) == 5
+
+
 def test_the_attention_function_serves_generate_alone(qwen3: Any) -> None:
     model = random_model("qwen3")
     model.set_attn_implementation("vegas_ops")

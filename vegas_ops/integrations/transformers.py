@@ -12,6 +12,7 @@ function. Nothing is patched.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,7 +104,8 @@ def generate(
 
     Takes what `model.generate` takes, for greedy decoding and sampling. Works as
     `model.generate(..., custom_generate=generate, gamma=6)` too, but transformers withholds
-    `streamer` and the `tokenizer` of `stop_strings` from any such callable: they need this function.
+    `streamer` and the `tokenizer` of `stop_strings` from any such callable: they need a call of this
+    function, and are refused otherwise.
 
     Each row is a request of its own; prompts may differ in length (left padding). Logits processors
     change the probabilities of target and draft alike. They must be functions of their arguments:
@@ -126,6 +128,7 @@ def generate(
         "streamer": streamer, "gamma": gamma, "policy": policy, "ratio": ratio, "min_tokens": min_tokens
     }  # fmt: skip
     if hasattr(generation_config, "_pad_token_tensor"):  # transformers has prepared the call
+        _check_withheld(sys._getframe(1).f_locals, streamer)
         return _decode(
             model, inputs, generation_config, logits_processor, stopping_criteria, **speculation, **kwargs
         )
@@ -306,6 +309,17 @@ def _row_processor(
         return processors(ids, scores)[i].to(logits.device)
 
     return process
+
+
+def _check_withheld(caller: dict[str, Any], streamer: Any) -> None:
+    """What `model.generate` was given but keeps from a callable: whoever reads the stream would wait
+    for ever."""
+    for name, own in (("streamer", streamer), ("assistant_model", None)):
+        if own is None and caller.get(name) is not None:
+            raise ValueError(
+                f"`{name}` must not be given to `model.generate` with `custom_generate`, which does not get "
+                "it; call vegas_ops.integrations.transformers.generate (a streamer may be given there)"
+            )
 
 
 def _with_stop_strings(model: Any, config: Any, criteria: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
