@@ -47,11 +47,12 @@ size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int grid, char* b
   };
   const int64_t pairs = b.batch * b.num_heads_kv * b.row_tiles(row_groups);
   const int padded = portable::padded_head_dim(b.head_dim);
-  const int64_t tiles = b.keys < 1 ? 1 : ceil_div64(b.keys, kTileKeys);
+  const int64_t tiles = b.keys < 1 ? 1 : ceil_div64(b.keys, kMinTileKeys);
   int64_t slots = 2 * int64_t{grid};
-  if (rule.mode == SplitMode::kInvariant) slots = pairs * ceil_div64(tiles * kTileKeys, kInvariantKeys);
+  if (rule.mode == SplitMode::kInvariant) slots = pairs * ceil_div64(tiles * kMinTileKeys, kInvariantKeys);
   if (rule.mode == SplitMode::kForced) slots = pairs * (tiles < rule.num_splits ? tiles : rule.num_splits);
   w->rule = rule;
+  w->tile_shift = tile_keys(row_groups, rule.mode == SplitMode::kBalanced) == 128 ? 7 : 6;
   w->team = team_size(b.num_heads_kv, grid);
   w->rounds = b.num_heads_kv / w->team;
   w->teams = cutlass::FastDivmod(grid / w->team);
@@ -105,7 +106,7 @@ bool describe(const VegasCacheView& view, const VegasPagedCache& cache, VegasDty
 CacheBoxes boxes_of(const VegasPagedCache& cache) {
   CacheBoxes boxes = {};
   boxes.page_size = cutlass::FastDivmod(cache.page_size);
-  const int box = std::gcd(cache.page_size, kTileKeys);
+  const int box = std::gcd(cache.page_size, kMinTileKeys);
   // The swizzle repeats every 8 rows.
   const bool described = box >= 8 && cache.num_pages > 0 && describe(cache.k, cache, cache.dtype, box, &boxes.k) &&
                          describe(cache.v, cache, cache.dtype, box, &boxes.v);
@@ -135,7 +136,7 @@ bool verify_hopper_takes(const VegasVerifyParams& p) {
   // Heads are summed after the cap, but multiplied as one.
   if (p.dump == VEGAS_DUMP_TOKEN && p.softcap > 0.0f) return false;
   // Every CTA looks at all requests, and counts units of work in 32 bits.
-  const int64_t tiles = ceil_div64(p.max_seqlen_k, kTileKeys) + 1;
+  const int64_t tiles = ceil_div64(p.max_seqlen_k, kMinTileKeys) + 1;
   const int64_t row_tiles = ceil_div64(int64_t{p.max_seqlen_q} * p.num_heads_q / p.cache.num_heads_kv, 64);
   const int64_t pairs = p.cache.num_heads_kv * row_tiles;
   return p.batch <= kMaxBatch && pairs <= kMaxPairs && p.batch * pairs <= INT_MAX / 2 / tiles;
@@ -162,8 +163,9 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   const size_t needed = lay_out(sizes, rule, row_groups, grid, static_cast<char*>(p.workspace), &w);
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
-  LaunchShape shape = {row_groups, {w.team, w.teams.divisor}};
-  shape.merges = p.max_seqlen_k > kTileKeys ? static_cast<int>(sizes.row_tiles(row_groups)) * p.cache.num_heads_kv : 0;
+  LaunchShape shape = {row_groups, 1 << w.tile_shift, {w.team, w.teams.divisor}};
+  shape.merges =
+      p.max_seqlen_k > kMinTileKeys ? static_cast<int>(sizes.row_tiles(row_groups)) * p.cache.num_heads_kv : 0;
   // A CTA merges one row where there are few, which then have many chunks.
   shape.rows_per_cta = int64_t{p.batch} * shape.merges * w.norm_rows <= kMaxRowCtas ? 1 : kFinishWarps;
   const int row_ctas = ceil_div(w.norm_rows, shape.rows_per_cta);

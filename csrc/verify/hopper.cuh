@@ -41,12 +41,12 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
   const auto thread_qk = qk.get_thread_slice(thread);
   const auto thread_pv = pv.get_thread_slice(thread);
   // Element 4n + 2i + j: row of i, key or column 8n + 2 * (lane % 4) + j.
-  Tensor scores = partition_fragment_C(qk, Shape<_64, Int<kTileKeys>>{});
+  Tensor scores = partition_fragment_C(qk, Shape<_64, Int<T::kTileKeys>>{});
   Tensor output = partition_fragment_C(pv, Shape<_64, Int<T::kHeadDim>>{});
   constexpr int kScores = decltype(size(scores))::value;
   constexpr int kOutputs = decltype(size(output))::value;
-  static_assert(kScores == kTileKeys / 2 && kOutputs == T::kHeadDim / 2);
-  Tensor weights = make_tensor<Mma>(partition_shape_A(pv, Shape<_64, Int<kTileKeys>>{}));
+  static_assert(kScores == T::kTileKeys / 2 && kOutputs == T::kHeadDim / 2);
+  Tensor weights = make_tensor<Mma>(partition_shape_A(pv, Shape<_64, Int<T::kTileKeys>>{}));
   static_assert(decltype(size(weights))::value == kScores);
 
   const auto multiply_keys = [&](int stage) __attribute__((always_inline)) {
@@ -145,7 +145,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     // Scales, caps and masks the scores of a tile; most tiles of most calls need none of it.
     const float cap = p.softcap;
     const float to_cap = p.softcap > 0.0f ? 2.0f * kLog2e / p.softcap : 0.0f;
-    const auto finish_logits = [&](int first_key, const KeyMask<kTileKeys>& valid) __attribute__((always_inline)) {
+    const auto finish_logits = [&](int first_key, const KeyMask<T::kTileKeys>& valid) __attribute__((always_inline)) {
       if (forms_logits) {
 #pragma unroll
         for (int c = 0; c < kScores; ++c) {
@@ -231,16 +231,16 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
       multiply_keys(ring.stage);
       warpgroup_wait<0>();
       warpgroup_fence_operand(scores);
-      int first_key = s.key_of(s.live_begin);
-      const int last_key = s.key_of(s.live_end - 1);  // first of the last tile
-      int previous = -1;                              // stage whose values are being accumulated
+      int first_key = s.template key_of<T::kTileKeys>(s.live_begin);
+      const int last_key = s.template key_of<T::kTileKeys>(s.live_end - 1);  // first of the last tile
+      int previous = -1;                                                     // stage whose values are being accumulated
       while (true) {
         // One tile: its weights, while the values of the tile before are accumulated, then the scores of the next.
         const int stage = ring.stage;
         const uint32_t phase = ring.phase;
-        const KeyMask<kTileKeys> valid = shared.valid[stage];
-        const bool plain =
-            !forms_logits && valid.all() && first_key >= first_full_key && first_key + kTileKeys - 1 <= last_full_key;
+        const KeyMask<T::kTileKeys> valid = shared.valid[stage];
+        const bool plain = !forms_logits && valid.all() && first_key >= first_full_key &&
+                           first_key + T::kTileKeys - 1 <= last_full_key;
         const bool gathered = boxes.box == 0 || !valid.all();
         arrive_as_warp(shared.keys_empty[stage]);
         if (warp_in_use) {
@@ -266,7 +266,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
           if (gathered) cutlass::arch::fence_view_async_shared();
           break;
         }
-        first_key += kTileKeys;
+        first_key += T::kTileKeys;
         wait_barrier(shared.keys_full[ring.stage], ring.phase);
         hand_over(ring.stage);
         multiply_keys(ring.stage);

@@ -14,8 +14,8 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
                                                 SharedMemory<T>& shared) {
   using Element = typename T::Element;
   constexpr int kSteps = T::kHeadDim / 32;
-  constexpr int kProducts = kTileKeys / 16 / kGuideWarps;  // of 16 keys, of a warp
-  constexpr int kOwnKeys = kProducts / 2;                  // of a lane
+  constexpr int kProducts = T::kTileKeys / 16 / kGuideWarps;  // of 16 keys, of a warp
+  constexpr int kOwnKeys = kProducts / 2;                     // of a lane
   const int lane = threadIdx.x % 32;
   const int guide_warp = threadIdx.x / 32 - kFirstGuideWarp;
   const int first_row = guide_warp * kProducts * 16;
@@ -25,7 +25,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
   const int own_half = lane % 4 / kProducts;
   const int own_row = lane / 8 + lane / 4 % 2 * 4;
   const int own_column = first_row + 16 * own_product + own_row + 8 * own_half;
-  const int lane_offset = swizzled_offset<kTileKeys>(first_row + own_row, lane % 4);
+  const int lane_offset = swizzled_offset<T::kTileKeys>(first_row + own_row, lane % 4);
   const bool token = p.dump == VEGAS_DUMP_TOKEN;
   int parity = 0;
   RingPosition<T::kStages> ring;
@@ -48,8 +48,9 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     // Masked for all rows: the guide warps take turns.
 #pragma unroll 1
     for (int side = 0; side < 2; ++side) {
-      const int begin = s.key_of(side == 0 ? s.first_tile : s.live_end);
-      const int end = side == 0 ? s.key_of(s.live_begin) : min(s.key_of(s.first_tile + s.tiles), s.request.end_key);
+      const int begin = s.template key_of<T::kTileKeys>(side == 0 ? s.first_tile : s.live_end);
+      const int end = side == 0 ? s.template key_of<T::kTileKeys>(s.live_begin)
+                                : min(s.template key_of<T::kTileKeys>(s.first_tile + s.tiles), s.request.end_key);
       for (int key = begin + guide_warp * 32 + lane; key < end; key += 32 * kGuideWarps) {
         dump.write(key, -INFINITY, -INFINITY);
       }
@@ -57,8 +58,8 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     RowNorm norm[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};  // of this lane's keys
     const int end_key = s.request.end_key;
     const int live_end = s.live_end;
-    int key = s.key_of(s.live_begin) + own_column;
-    for (int tile = s.live_begin; tile < live_end; ++tile, key += kTileKeys) {
+    int key = s.template key_of<T::kTileKeys>(s.live_begin) + own_column;
+    for (int tile = s.live_begin; tile < live_end; ++tile, key += T::kTileKeys) {
       wait_barrier(shared.keys_full[ring.stage], ring.phase);
       const char* keys = shared.keys[ring.stage] + lane_offset;
       // Products of even and odd words are chains of their own.
@@ -68,7 +69,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         // The swizzle depends on the row within 8 alone, so 8 rows further is 1024 bytes further.
-        const char* from = keys + (lane_offset ^ 64 * (k % 2)) - lane_offset + k / 2 * (kTileKeys * 128);
+        const char* from = keys + (lane_offset ^ 64 * (k % 2)) - lane_offset + k / 2 * (T::kTileKeys * 128);
         uint4 rows[kProducts][2];
 #pragma unroll
         for (int m = 0; m < kProducts; ++m) {

@@ -40,21 +40,24 @@ cudaError_t launch_instance(const VegasVerifyParams& p, const Workspace& w, cons
 template <class Element>
 cudaError_t launch_verify(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
                           const LaunchShape& shape, cudaStream_t stream) {
+  const bool large = shape.tile_keys == 128;
   switch (portable::padded_head_dim(p.cache.head_dim) + shape.row_groups) {
     case 64 + 1:
-      return launch_instance<Traits<Element, 64, 1>>(p, w, boxes, shape, stream);
+      return launch_instance<Traits<Element, 64, 1, 64>>(p, w, boxes, shape, stream);
     case 64 + 2:
-      return launch_instance<Traits<Element, 64, 2>>(p, w, boxes, shape, stream);
+      return large ? launch_instance<Traits<Element, 64, 2, 128>>(p, w, boxes, shape, stream)
+                   : launch_instance<Traits<Element, 64, 2, 64>>(p, w, boxes, shape, stream);
     case 64 + 3:
-      return launch_instance<Traits<Element, 64, 3>>(p, w, boxes, shape, stream);
+      return launch_instance<Traits<Element, 64, 3, 64>>(p, w, boxes, shape, stream);
     case 128 + 1:
-      return launch_instance<Traits<Element, 128, 1>>(p, w, boxes, shape, stream);
+      return launch_instance<Traits<Element, 128, 1, 64>>(p, w, boxes, shape, stream);
     case 128 + 2:
-      return launch_instance<Traits<Element, 128, 2>>(p, w, boxes, shape, stream);
+      return large ? launch_instance<Traits<Element, 128, 2, 128>>(p, w, boxes, shape, stream)
+                   : launch_instance<Traits<Element, 128, 2, 64>>(p, w, boxes, shape, stream);
     case 128 + 3:
-      return launch_instance<Traits<Element, 128, 3>>(p, w, boxes, shape, stream);
+      return launch_instance<Traits<Element, 128, 3, 64>>(p, w, boxes, shape, stream);
     default:
-      return launch_instance<Traits<Element, 256, 1>>(p, w, boxes, shape, stream);
+      return launch_instance<Traits<Element, 256, 1, 64>>(p, w, boxes, shape, stream);
   }
 }
 

@@ -17,10 +17,15 @@ inline int row_groups_for(int64_t rows, int head_dim) {
   return rows <= 64 ? 1 : rows <= 128 ? 2 : kMaxRowGroups;
 }
 
+// Larger tiles keep the tensor cores busier. Three row groups have no registers for them, and two CTAs per SM no need.
+// Where results must not depend on the number of rows, all tiles are small.
+constexpr int tile_keys(int row_groups, bool balanced) { return row_groups == 2 && balanced ? 128 : 64; }
+
 constexpr int ctas_per_sm(int row_groups, int head_dim) { return row_groups == 1 && head_dim <= 128 ? 2 : 1; }
 
 struct LaunchShape {
   int row_groups;
+  int tile_keys;
   struct Grid {
     int x = 1;
     int y = 1;

@@ -19,14 +19,14 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
   const int lane = threadIdx.x % 32;
   int value_warp = threadIdx.x / 32 == kValueWarp;
   const int num_pages = p.cache.num_pages < INT_MAX ? static_cast<int>(p.cache.num_pages) : INT_MAX;
-  constexpr int kKeysPerLane = kTileKeys / 32;
+  constexpr int kKeysPerLane = T::kTileKeys / 32;
   constexpr int kRowsPerCopy = 32 / T::kSegments;
   const int segment = lane % T::kSegments;
   const bool segment_exists = segment * 8 < p.cache.head_dim;
   const bool full_rows = p.cache.head_dim == T::kHeadDim;
   const int lane_row = lane / T::kSegments;
-  const int lane_offset = swizzled_offset<kTileKeys>(lane_row, segment);
-  const int num_boxes = boxes.box > 0 ? kTileKeys / boxes.box : 0;
+  const int lane_offset = swizzled_offset<T::kTileKeys>(lane_row, segment);
+  const int num_boxes = boxes.box > 0 ? T::kTileKeys / boxes.box : 0;
 
   RingPosition<T::kStages> ring;
   SegmentReader<T> segments = {shared};
@@ -54,8 +54,8 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
     // Several row tiles read the same keys, which then stay in the cache.
     const bool read_once = s.packed_rows <= T::kRows;
     // Tiles in [boxed_begin, boxed_end) may come as boxes.
-    const int boxed_begin = num_boxes > 0 ? ceil_div(max(first_seen - first_key, 0), kTileKeys) : INT_MAX;
-    const int boxed_end = (end_key - first_key) / kTileKeys;
+    const int boxed_begin = num_boxes > 0 ? ceil_div(max(first_seen - first_key, 0), T::kTileKeys) : INT_MAX;
+    const int boxed_end = (end_key - first_key) / T::kTileKeys;
     // Where rows lane + 32j of a tile lie; of a boxed tile, where box `lane` does.
     int page[kKeysPerLane] = {};
     int slot[kKeysPerLane] = {};
@@ -63,7 +63,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
       const bool boxed = tile >= boxed_begin && tile < boxed_end;
 #pragma unroll
       for (int j = 0; j < kKeysPerLane; ++j) {
-        const int position = first_key + tile * kTileKeys + (boxed ? lane * boxes.box : lane + 32 * j);
+        const int position = first_key + tile * T::kTileKeys + (boxed ? lane * boxes.box : lane + 32 * j);
         page[j] = -1;
         slot[j] = 0;
         const bool read = boxed ? j == 0 && lane < num_boxes : position >= first_seen && position < end_key;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
       const bool boxed = tile >= boxed_begin && tile < boxed_end;
       const bool whole = boxed && found == (1ull << num_boxes) - 1;
       int64_t offset[kKeysPerLane];
-      KeyMask<kTileKeys> valid;
+      KeyMask<T::kTileKeys> valid;
       const VegasCacheView& view = values ? p.cache.v : p.cache.k;  // looked at by gathered tiles alone
 #pragma unroll
       for (int j = 0; j < kKeysPerLane; ++j) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
 #pragma unroll
             for (int column = 0; column < T::kHeadDim / 64; ++column) {
               cute::SM90_TMA_LOAD_4D::copy(values ? &boxes.v : &boxes.k, full, static_cast<uint64_t>(hint),
-                                           target + column * (kTileKeys * 128) + (first_box + i) * boxes.box * 128,
+                                           target + column * (T::kTileKeys * 128) + (first_box + i) * boxes.box * 128,
                                            column * 64, kv_head, slots[i], pages[i]);
             }
           }

@@ -17,7 +17,7 @@ using portable::SplitMode;
 using portable::SplitRule;
 using portable::VerifyRequest;
 
-constexpr int kTileKeys = 64;
+constexpr int kMinTileKeys = 64;
 constexpr int kInvariantKeys = 2048;  // of a chunk where results must not depend on other requests
 constexpr int kPlanThreads = 128;
 constexpr int kMinShareKeys = 256;  // of a CTA where there is little work
@@ -35,6 +35,7 @@ struct Workspace {
   float* partial_output;  // (slot, tile_rows, padded head_dim), not yet divided by the sum
   float* dump;            // the KV heads' parts of a summed dump
   SplitRule rule;
+  int tile_shift;  // log2 of the keys of a tile
   cutlass::FastDivmod teams;
   cutlass::FastDivmod group_rows;  // packed rows of a row tile: a multiple of 64
   int group;                       // query heads of a KV head
@@ -62,11 +63,12 @@ struct RequestUnits {
   RequestUnits() = default;
   __device__ RequestUnits(const Workspace& w, const VerifyRequest& request) {
     row_tiles = ceil_div(request.q_len * w.group, w.group_rows);
-    tiles = max(1, ceil_div(request.end_key - request.first_key, kTileKeys));
+    tiles = max(1, (request.end_key - request.first_key + (1 << w.tile_shift) - 1) >> w.tile_shift);
     unit_tiles = 1;
     units = tiles;
     if (w.rule.mode != SplitMode::kBalanced) {
-      unit_tiles = w.rule.mode == SplitMode::kForced ? ceil_div(tiles, w.rule.num_splits) : kInvariantKeys / kTileKeys;
+      unit_tiles =
+          w.rule.mode == SplitMode::kForced ? ceil_div(tiles, w.rule.num_splits) : kInvariantKeys >> w.tile_shift;
       units = ceil_div(tiles, unit_tiles);
     }
     all = units * row_tiles * w.rounds;
@@ -83,9 +85,9 @@ struct RequestPlan {
 };
 
 // A request whose tiles start where a box of a page may.
-__device__ inline VerifyRequest request_of(const VegasVerifyParams& p, int b) {
+__device__ inline VerifyRequest request_of(const VegasVerifyParams& p, const Workspace& w, int b) {
   VerifyRequest request(p, b);
-  request.first_key = request.first_key / kTileKeys * kTileKeys;
+  request.first_key = request.first_key >> w.tile_shift << w.tile_shift;
   return request;
 }
 
@@ -122,7 +124,10 @@ struct Segment {
     first = position - left;
     last = min(position + right, request.keys - 1);
   }
-  __device__ int key_of(int tile) const { return request.first_key + tile * kTileKeys; }
+  template <int kTileKeys>
+  __device__ int key_of(int tile) const {
+    return request.first_key + tile * kTileKeys;
+  }
 };
 
 // Takes the next segment of this CTA off its team's share, which starts within the request.
@@ -164,8 +169,8 @@ __device__ inline Segment cut_segment(const VegasVerifyParams& p, const Workspac
   const int end = s.first_tile + s.tiles;
   s.live_begin = s.live_end = s.first_tile;
   if (s.last_seen >= s.first_seen) {
-    const int first = (max(s.first_seen, request.first_key) - request.first_key) / kTileKeys;
-    const int last = (s.last_seen - request.first_key) / kTileKeys;
+    const int first = (max(s.first_seen, request.first_key) - request.first_key) >> w.tile_shift;
+    const int last = (s.last_seen - request.first_key) >> w.tile_shift;
     s.live_begin = min(max(first, s.first_tile), end);
     s.live_end = max(s.live_begin, min(last + 1, end));
   }
@@ -174,7 +179,7 @@ __device__ inline Segment cut_segment(const VegasVerifyParams& p, const Workspac
 
 __device__ inline Segment next_segment(const VegasVerifyParams& p, const Workspace& w, Share& left) {
   while (left.begin < left.end) {
-    const VerifyRequest request = request_of(p, left.request);
+    const VerifyRequest request = request_of(p, w, left.request);
     const RequestUnits units(w, request);
     if (left.begin - left.request_begin < units.all) return cut_segment(p, w, request, units, left);
     left.request_begin += units.all;
@@ -206,7 +211,7 @@ __device__ inline void make_plan(const VegasVerifyParams& p, const Workspace& w,
 #pragma unroll 1
     for (int b = first; b < last; ++b) {
       if (pass == 0 || requests > 1) {
-        request = request_of(p, b);
+        request = request_of(p, w, b);
         units = RequestUnits(w, request);
       }
       if (pass == 1) {
@@ -223,7 +228,7 @@ __device__ inline void make_plan(const VegasVerifyParams& p, const Workspace& w,
     if (pass == 1) return;
     const int mine = at - before;
     at = block_scan(mine, &total, scratch, kPlanThreads, sync);
-    const int least = w.rule.mode == SplitMode::kBalanced ? kMinShareKeys / kTileKeys : 1;
+    const int least = w.rule.mode == SplitMode::kBalanced ? kMinShareKeys >> w.tile_shift : 1;
     size = max(least, ceil_div(total, w.teams));
     begin = min(total, static_cast<int>(blockIdx.y) * size);
     if (begin == total && threadIdx.x == 0) {

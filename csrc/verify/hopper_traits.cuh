@@ -27,13 +27,14 @@ constexpr int kProducerBarrier = 1 + kMaxRowGroups;
 constexpr int kGuideBarrier = kProducerBarrier + 1;
 constexpr int kSegmentSlots = 3;  // segments that the CTA's roles may be apart
 
-// One kernel: query type, padded head dimension, and how many warpgroups own 64 packed rows each.
-template <class Element_, int kHeadDim_, int kRowGroups_>
+// One kernel: query type, padded head dimension, how many warpgroups own 64 packed rows each, and keys of a tile.
+template <class Element_, int kHeadDim_, int kRowGroups_, int kTileKeys_>
 struct Traits {
   using Element = Element_;
   using Mma = std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowGroups = kRowGroups_;
+  static constexpr int kTileKeys = kTileKeys_;
   static constexpr int kRows = 64 * kRowGroups;
   static constexpr int kThreads = kGroupThreads * (1 + kRowGroups);
   // One row group leaves room for two CTAs, whose softmax and products then overlap.
@@ -96,7 +97,7 @@ struct SharedMemory {
   alignas(1024) char keys[T::kStages][T::kTileBytes];
   alignas(1024) char values[T::kStages][T::kTileBytes];
   alignas(1024) char query[T::kRowGroups][64 * T::kHeadDim * 2];
-  KeyMask<kTileKeys> valid[T::kStages];
+  KeyMask<T::kTileKeys> valid[T::kStages];
   uint64_t keys_full[T::kStages];
   uint64_t keys_empty[T::kStages];
   uint64_t values_full[T::kStages];
