@@ -49,12 +49,22 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
   Tensor weights = make_tensor<Mma>(partition_shape_A(pv, Shape<_64, Int<T::kTileKeys>>{}));
   static_assert(decltype(size(weights))::value == kScores);
 
-  const auto multiply_keys = [&](int stage) __attribute__((always_inline)) {
+  const auto shared_query = [&]() __attribute__((always_inline)) {
     // Descriptors are made anew for every tile: kept, they would cost the registers of a quarter of the scores.
     int own_group = group;
     asm volatile("" : "+r"(own_group));
-    const Tensor query = thread_qk.partition_fragment_A(
-        make_tensor(make_smem_ptr(reinterpret_cast<Mma*>(shared.query[own_group])), typename T::QueryLayout{}));
+    return make_tensor(make_smem_ptr(reinterpret_cast<Mma*>(shared.query[own_group])), typename T::QueryLayout{});
+  };
+  Tensor own_query =
+      make_tensor<Mma>(partition_shape_A(qk, Shape<_64, Int<T::kQueryInRegisters ? T::kHeadDim : 16>>{}));
+  const auto multiply_keys = [&](int stage) __attribute__((always_inline)) {
+    const Tensor query = [&] {
+      if constexpr (T::kQueryInRegisters) {
+        return own_query;
+      } else {
+        return thread_qk.partition_fragment_A(shared_query());
+      }
+    }();
     const Tensor tile = make_tensor(make_smem_ptr(reinterpret_cast<Mma*>(shared.keys[stage])), typename T::KeyLayout{});
     const Tensor keys = thread_qk.partition_fragment_B(tile);
     warpgroup_fence_operand(scores);
@@ -126,6 +136,8 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     }
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(kGroupThreads, 1 + group);
+
+    if constexpr (T::kQueryInRegisters) copy(thread_qk.partition_A(shared_query()), own_query);
 
     const bool warp_in_use = first_row + 16 * warp < s.packed_rows;
     // This lane's rows are own_row and 8 further; a row that does not exist is masked like the last.

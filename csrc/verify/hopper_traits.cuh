@@ -57,9 +57,13 @@ struct Traits {
   static constexpr int kStages = kRingBytes / (2 * kTileBytes) < 8 ? kRingBytes / (2 * kTileBytes) : 8;
   static constexpr int kSegments = kHeadDim / 8;  // of 16 bytes, in a row
 
-  using QkMma = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<Mma, Mma, float,
-                                 cute::Shape<cute::_64, cute::Int<kTileKeys>, cute::Int<kHeadDim>>>()));
+  // Queries in registers leave shared memory to keys; only the smallest head dimension has room for them.
+  static constexpr bool kQueryInRegisters = kHeadDim == 64;
+  using QkShape = cute::Shape<cute::_64, cute::Int<kTileKeys>, cute::Int<kHeadDim>>;
+  using QkMma =
+      std::conditional_t<kQueryInRegisters,
+                         decltype(cute::make_tiled_mma(cute::GMMA::rs_op_selector<Mma, Mma, float, QkShape>())),
+                         decltype(cute::make_tiled_mma(cute::GMMA::ss_op_selector<Mma, Mma, float, QkShape>()))>;
   using PvMma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Mma, Mma, float, cute::Shape<cute::_64, cute::Int<kHeadDim>, cute::Int<kTileKeys>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
