@@ -28,7 +28,7 @@ __device__ inline void reduce_dump(const VegasVerifyParams& p, const float* dump
     const float* from = sums + key / kPartKeys * kPartKeys * heads + key % kPartKeys;
     float total[4] = {};
     bool masked[4] = {};
-#pragma unroll 8
+#pragma unroll 4
     for (int head = 0; head < heads; ++head) {
       const float4 values = *reinterpret_cast<const float4*>(from + head * kPartKeys);
       const float x[4] = {values.x, values.y, values.z, values.w};
