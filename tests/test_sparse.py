@@ -298,6 +298,32 @@ def test_long_context(device: torch.device) -> None:
     )  # fmt: skip
 
 
+def test_workspace_given_is_left_reusable(device: torch.device) -> None:
+    """One workspace for calls of all shapes within its bounds, each of which splits requests differently."""
+    workspace = vegas_ops.make_workspace(
+        "sparse_paged_decode", max_batch=40, max_q_len=1, max_seqlen_k=4000, max_k=3000, num_heads_q=24,
+        num_heads_kv=4, head_dim=128, device=device,
+    )  # fmt: skip
+    shapes: list[dict[str, Any]] = [
+        {"lengths": (4000,), "counts": (2900,)},
+        {"lengths": (90,) * 40, "counts": (80,) * 40, "heads_q": 24, "heads_kv": 4},
+        {"lengths": (3000, 0, 2000), "counts": (2000, 0, 50), "head_dim": 128, "heads_q": 24, "heads_kv": 4},
+        {"lengths": (2500,) * 4, "counts": (700,) * 4, "options": {"batch_invariant": True}},
+        {"lengths": (900,) * 9, "counts": (800,) * 9, "options": {"num_splits": 7}, "per_head": True},
+    ]
+    for turn in range(3):
+        for seed, shape in enumerate(shapes):
+            tails = tuple(max(n - 20 * turn, 0) for n in shape["lengths"])
+            case = SparseCase(
+                seed=seed, device=device, dtype=case_dtype(device), page_size=64, tail_starts=tails, **shape
+            )
+            check_sparse(case)
+            fresh = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs)
+            got = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs, workspace=workspace)
+            for name, a, b in zip(("out", "lse"), fresh, got, strict=True):
+                assert_same_bits(a, b, name)
+
+
 # Integration with torch.
 
 

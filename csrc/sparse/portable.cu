@@ -1,44 +1,65 @@
-// sparse_paged_decode on any GPU from sm_80: plan, attention, and a last kernel that merges chunks.
+// sparse_paged_decode on any GPU from sm_80: how a call is cut, its workspace and its launch.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "common/backends.h"
-#include "common/portable_launch.cuh"
 #include "common/status.h"
-#include "sparse/portable.cuh"
 #include "sparse/portable_launch.h"
+#include "sparse/segments.cuh"
 
 namespace vegas_ops {
 namespace portable {
 
 namespace {
 
-__global__ void __launch_bounds__(kPlanThreads)
-    sparse_plan_kernel(const __grid_constant__ VegasSparseParams p, const __grid_constant__ PlanWorkspace w,
-                       SplitRule rule) {
-  const auto work = [&](int b) { return RequestWork{SparseRequest(p, b).keys(p, b), w.row_tiles}; };
-  make_plan(work, p.batch, rule, w);
-}
+constexpr int kLeastShare = 8;     // tiles of a CTA where there is little work
+constexpr int kLongestPage = 256;  // tokens
 
-// A warp per row.
-template <class Element>
-__global__ void __launch_bounds__(kThreads)
-    sparse_merge_kernel(const __grid_constant__ VegasSparseParams p, const __grid_constant__ PlanWorkspace w) {
-  const int group = p.num_heads_q / p.cache.num_heads_kv;
-  const int64_t row_index = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  const int b = static_cast<int>(row_index / p.num_heads_q);
-  if (b >= p.batch) return;
-  const PlannedRequest plan = w.requests[b];
-  if (plan.chunks <= 1) return;
-  const int head = static_cast<int>(row_index % p.num_heads_q);
-  const int kv_head = head / group;
-  const int row = head % group;
-  merge_chunks(w, plan, w.row_tiles, row / kSparseRows, kv_head, row % kSparseRows,
-               row_output<Element>(p, b, kv_head, head));
-}
+struct GroupTiles {
+  int row_tiles;
+  int rows;
 
-PlanBounds plan_bounds(int batch, int64_t max_keys, int num_heads_q, int num_heads_kv, int head_dim) {
-  const int group = num_heads_q / num_heads_kv;
-  return {
-      batch, ceil_div(group, kSparseRows), group < kSparseRows ? group : kSparseRows, num_heads_kv, head_dim, max_keys,
-      0};
+  GroupTiles(int group, int head_dim) {
+    const int most = 8 * head_tiles_for(group, head_dim);
+    row_tiles = ceil_div(group, most);
+    rows = group < most ? group : most;
+  }
+};
+
+// Partial results of a call.
+struct PartialResults {
+  int64_t slots;
+  int rows;
+  int head_dim;
+
+  // `keys` is the most that a request can have.
+  PartialResults(SplitMode mode, int64_t batch, int64_t keys, int num_heads_q, int num_heads_kv, int dim,
+                 int multiprocessors)
+      : slots(multiprocessors), head_dim(dim) {
+    const GroupTiles group(num_heads_q / num_heads_kv, dim);
+    rows = group.rows;
+    if (mode == SplitMode::kBalanced) return;
+    const int64_t chunks = ceil_div64(keys, kForcedKeys);
+    slots = batch * num_heads_kv * group.row_tiles *
+            (chunks < 1                 ? 1
+             : chunks < kMaxFixedChunks ? chunks
+                                        : kMaxFixedChunks);
+  }
+  size_t norm_bytes() const { return (slots * rows * 2 * sizeof(float) + 255) / 256 * 256; }
+  size_t bytes() const { return norm_bytes() + slots * rows * head_dim * sizeof(float); }
+};
+
+cudaError_t describe_device(SparseDevice* d) {
+  int device, major;
+  cudaError_t error = cudaGetDevice(&device);
+  const auto read = [&](int* value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
+  };
+  read(&d->multiprocessors, cudaDevAttrMultiProcessorCount);
+  read(&d->shared_per_cta, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  read(&major, cudaDevAttrComputeCapabilityMajor);
+  d->dependent_launch = error == cudaSuccess && major >= 9;
+  return error;
 }
 
 }  // namespace
@@ -50,31 +71,50 @@ int sparse_portable(const VegasSparseParams& p, void* stream_handle) {
   const int unit = p.cache.dtype == VEGAS_FP8_E4M3 ? 16 : 8;
   VEGAS_CHECK(p.cache.head_dim <= 256 && p.cache.head_dim % unit == 0,
               "`head_dim` must be a multiple of %d up to 256 for this cache on CUDA, got %d", unit, p.cache.head_dim);
-  const int64_t max_tail = p.tail_start ? int64_t{p.cache.max_pages} * p.cache.page_size : 0;
-  const PlanBounds bounds =
-      plan_bounds(p.batch, p.max_k + max_tail, p.num_heads_q, p.cache.num_heads_kv, p.cache.head_dim);
-  const SplitRule rule = split_rule(p.num_splits, p.batch_invariant);
-  PlanWorkspace w;
-  const size_t needed = lay_out(bounds, rule, static_cast<char*>(p.workspace), &w);
-  VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
-              p.workspace ? p.workspace_bytes : size_t{0});
-  const int64_t units = bounds.units(rule);
-  const int64_t rows = int64_t{p.batch} * p.num_heads_q;
-  VEGAS_CHECK(units * p.cache.num_heads_kv <= INT_MAX && rows <= INT_MAX,
-              "`batch` must need fewer than 2^31 CTAs, got batch %d", p.batch);
-
-  const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-  const int plan_threads = p.batch >= kPlanThreads ? kPlanThreads : ceil_div(p.batch, 32) * 32;
-  sparse_plan_kernel<<<1, plan_threads, 0, stream>>>(p, w, rule);
-  cudaError_t error = cudaGetLastError();
   const bool fp16 = p.q_dtype == VEGAS_FLOAT16;
+  SparseDevice device = {};
+  cudaError_t error = describe_device(&device);
   if (error == cudaSuccess) {
-    error = fp16 ? launch_sparse<__half>(p, w, units, stream) : launch_sparse<__nv_bfloat16>(p, w, units, stream);
-  }
-  if (error == cudaSuccess && bounds.split_units(rule) > 0) {
-    const auto kernel = fp16 ? sparse_merge_kernel<__half> : sparse_merge_kernel<__nv_bfloat16>;
-    kernel<<<static_cast<unsigned>(ceil_div64(rows, kWarps)), kThreads, 0, stream>>>(p, w);
-    error = cudaGetLastError();
+    const SparseCta cta = fp16 ? sparse_cta<__half>(p, device) : sparse_cta<__nv_bfloat16>(p, device);
+    const SplitRule rule = split_rule(p.num_splits, p.batch_invariant);
+    const int heads_kv = p.cache.num_heads_kv;
+    const GroupTiles group(p.num_heads_q / heads_kv, p.cache.head_dim);
+    // All KV heads together, unless there are so many that few teams would be left.
+    const int team = heads_kv <= device.multiprocessors / 4 ? heads_kv : 1;
+    const int pairs = heads_kv / team * group.row_tiles;
+    const int64_t capacity = int64_t{p.cache.max_pages} * p.cache.page_size;
+    const int64_t max_keys = p.max_k + (p.tail_start ? capacity : 0);
+    const PartialResults partial(rule.mode, p.batch, max_keys, p.num_heads_q, heads_kv, p.cache.head_dim,
+                                 device.multiprocessors);
+    VEGAS_CHECK(p.workspace && p.workspace_bytes >= partial.bytes(),
+                "`workspace` must have at least %zu bytes, got %zu", partial.bytes(),
+                p.workspace ? p.workspace_bytes : size_t{0});
+    // Places in the list of all tiles are counted in 32 bits, and multiplied by a number of warps.
+    const int64_t tiles = ceil_div64(max_keys, kSparseTile) + 1;
+    VEGAS_CHECK(tiles * p.batch * pairs <= INT_MAX / 8,
+                "`batch` must need fewer than 2^28 tiles of 16 keys, got batch %d with up to %lld keys", p.batch,
+                static_cast<long long>(max_keys));
+    // No more teams than shares that the longest requests could make.
+    const int64_t shares = ceil_div64(tiles * p.batch * pairs, kLeastShare);
+    const int most_teams = device.multiprocessors / team;
+    const int teams = shares < most_teams ? static_cast<int>(shares) : most_teams;
+
+    SparsePlan plan;
+    plan.partial_norm = static_cast<float*>(p.workspace);
+    plan.partial_output = reinterpret_cast<float*>(static_cast<char*>(p.workspace) + partial.norm_bytes());
+    plan.rule = rule;
+    plan.group = p.num_heads_q / heads_kv;
+    plan.row_tiles = group.row_tiles;
+    plan.rows = group.rows;
+    plan.pairs = pairs;
+    plan.least_tiles = kLeastShare;
+    const bool uses_table = p.tail_start || !p.indices_are_slots;
+    plan.bound = uses_table && capacity < INT_MAX ? static_cast<int>(capacity) : INT_MAX;
+    plan.teams.set(teams);
+    plan.page_size.set(p.cache.page_size);
+    const auto launch = fp16 ? launch_sparse<__half> : launch_sparse<__nv_bfloat16>;
+    error = cta.warps == 0 ? cudaErrorInvalidConfiguration
+                           : launch(p, plan, device, cta, team, teams, static_cast<cudaStream_t>(stream_handle));
   }
   if (error != cudaSuccess) {
     cudaGetLastError();  // returned here, so the next call must not find it
@@ -85,9 +125,18 @@ int sparse_portable(const VegasSparseParams& p, void* stream_handle) {
 
 size_t sparse_portable_workspace(const VegasBounds& b) {
   using namespace portable;
+  SparseDevice device;
   if (b.max_batch <= 0 || b.num_heads_kv <= 0 || b.head_dim > 256) return 0;
-  return workspace_for_all_rules(
-      plan_bounds(b.max_batch, int64_t{b.max_k} + b.max_seqlen_k, b.num_heads_q, b.num_heads_kv, b.head_dim));
+  if (describe_device(&device) != cudaSuccess) return 0;
+  // A table may reach beyond the longest sequence, by less than a page.
+  const int64_t max_keys = int64_t{b.max_k} + b.max_seqlen_k + kLongestPage;
+  size_t most = 0;
+  for (SplitMode mode : {SplitMode::kBalanced, SplitMode::kForced}) {
+    const PartialResults partial(mode, b.max_batch, max_keys, b.num_heads_q, b.num_heads_kv, b.head_dim,
+                                 device.multiprocessors);
+    most = partial.bytes() > most ? partial.bytes() : most;
+  }
+  return most;
 }
 
 }  // namespace vegas_ops

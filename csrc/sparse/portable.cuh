@@ -1,190 +1,281 @@
-// Attention of one query row per request over listed tokens and a tail of newer ones (mma.sync and cp.async,
-// any GPU from sm_80). One CTA: one KV head, up to 16 rows of its group, one chunk of the list and tail.
+// Attention of one query row per request over listed tokens and a tail of newer ones (mma.sync and cp.async, any GPU
+// from sm_80), in one launch. A CTA attends its share of the keys for one KV head, segment by segment: each warp its
+// part of the segment's tiles, which it loads ahead, across segments; then the warps meet and add up.
+//
+// Calls of a few microseconds are a chain of memory accesses and of dependent instructions that are executed once, so
+// this path avoids barriers, divisions and loops that most calls do not need.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "common/finish_rows.cuh"
+#include "sparse/key_stream.cuh"
 
 namespace vegas_ops::portable {
 
-constexpr int kSparseRowTiles = 1;
-constexpr int kSparseRows = 16 * kSparseRowTiles;
-constexpr int kMaxKeys = INT_MAX - 4096;  // tiles are looked up ahead of the last one: their indices fit int
+constexpr int kSparseMaxWarps = 8;
 
-// What a request attends: entries [0, listed) of its list, then positions [tail_begin, tail_end).
-struct SparseRequest {
-  bool empty;
-  int first_seen;  // positions outside [first_seen, last_seen] are masked, where positions are known
-  int last_seen;
-  int tail_begin;
-  int tail_end;
-
-  __device__ SparseRequest(const VegasSparseParams& p, int b) {
-    // Positions are looked up in the table for a tail and for token indices; a length alone may lie beyond it.
-    const bool uses_table = p.tail_start || !p.indices_are_slots;
-    const int64_t capacity = int64_t{p.cache.max_pages} * p.cache.page_size;
-    const int bound = uses_table && capacity < INT_MAX ? static_cast<int>(capacity) : INT_MAX;
-    const int length = p.seqused_k ? min(max(p.seqused_k[b], 0), bound) : bound;
-    empty = p.seqused_k && p.seqused_k[b] <= 0;
-    first_seen = 0;
-    last_seen = length - 1;
-    if (p.seqused_k) {
-      const int64_t position = int64_t{length} - 1;
-      if (p.window_left >= 0 && position - p.window_left > 0) {
-        first_seen = static_cast<int>(position - p.window_left);
-      }
-      if (p.window_right >= 0 && position + p.window_right < last_seen) {
-        last_seen = static_cast<int>(position + p.window_right);
-      }
-    }
-    tail_begin = tail_end = 0;
-    if (p.tail_start && p.seqused_k) {
-      tail_begin = max(max(p.tail_start[b], 0), first_seen);
-      tail_end = max(last_seen + 1, tail_begin);
-    }
-  }
-
-  // Entries of the list that a KV head attends.
-  __device__ int listed(const VegasSparseParams& p, int b, int kv_head) const {
-    if (empty || p.max_k == 0) return 0;
-    const int count = p.topk_length[b * p.topk_length_stride_batch + kv_head * p.topk_length_stride_head];
-    return min(max(count, 0), p.max_k);
-  }
-
-  // A list of that length with the tail.
-  __device__ int keys_with(int listed) const {
-    const int64_t keys = int64_t{listed} + (tail_end - tail_begin);
-    return keys < kMaxKeys ? static_cast<int>(keys) : kMaxKeys;
-  }
-
-  // The longest list of all KV heads, with the tail.
-  __device__ int keys(const VegasSparseParams& p, int b) const {
-    int most = listed(p, b, 0);
-    if (p.topk_length_stride_head != 0) {
-      for (int head = 1; head < p.cache.num_heads_kv; ++head) most = max(most, listed(p, b, head));
-    }
-    return keys_with(most);
-  }
-};
-
-template <class Element>
-__device__ inline RowOutput<Element> row_output(const VegasSparseParams& p, int b, int kv_head, int head) {
-  RowOutput<Element> target = {};
-  target.out = static_cast<Element*>(p.out) + b * p.out_stride_row + head * p.out_stride_head;
-  target.lse = p.lse + int64_t{head} * p.batch + b;
-  target.sink = p.sinks ? p.sinks + head : nullptr;
-  target.v_descale = descale_of(p.cache.v, b, kv_head);
-  return target;
+// Programmatic dependent launch: the next launch of the stream may start while this one runs, and waits for its end
+// before it touches memory.
+__device__ __forceinline__ void wait_for_previous_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void release_next_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
 }
 
-// Keys [begin, end) of a request's list followed by its tail.
-struct ListedKeys {
-  const int32_t* list;
-  const int32_t* table;  // null where only slots are listed
-  int page_size;
-  bool slots;
-  int begin;
-  int end;
-  int listed;
-  SparseRequest request;
-  int64_t num_slots;
-  LaneAddress address;
-  int entry;  // slot or position; -1: none
-  bool is_slot;
-  int page;
-  int slot;
+// What a CTA keeps in shared memory: the stages of its warps, and twice what they hand over at the end of a segment, so
+// that a warp may be a segment ahead.
+template <class T>
+struct SparseShared {
+  char* base;
+  int warps;
+  int stages;
+  int rows;
 
-  __device__ void fetch(int tile) {
-    const int i = begin + tile * kTileKeys + threadIdx.x % kTileKeys;
-    entry = -1;
-    is_slot = slots && i < listed;
-    if (i < end) entry = i < listed ? __ldg(list + i) : request.tail_begin + (i - listed);
+  static constexpr int kRowBytes = T::kHeadDim * 4;
+
+  static constexpr int bytes(int warps, int stages, int rows) {
+    return warps * (stages * T::kStageBytes + 2 * rows * (kRowBytes + static_cast<int>(sizeof(float2))) +
+                    kSparseMaxStages * static_cast<int>(sizeof(uint32_t)));
   }
 
-  __device__ void lookup() {
-    page = -1;
-    if (is_slot) {
-      if (entry >= 0 && entry < num_slots) page = entry / page_size;
-    } else if (entry >= request.first_seen && entry <= request.last_seen) {
-      page = __ldg(table + entry / page_size);
+  __device__ char* stage_bytes(int warp) const { return base + warp * stages * T::kStageBytes; }
+  __device__ float* output(int turn, int warp) const {
+    return reinterpret_cast<float*>(stage_bytes(warps) + (turn * warps + warp) * rows * kRowBytes);
+  }
+  __device__ float2* norms(int turn, int warp) const {
+    return reinterpret_cast<float2*>(output(2, 0)) + (turn * warps + warp) * rows;
+  }
+  __device__ uint32_t* valid(int warp) const {
+    return reinterpret_cast<uint32_t*>(norms(2, 0)) + warp * kSparseMaxStages;
+  }
+};
+
+// Scales and caps products where softmax does not do it by itself; one copy of tanhf, the elements taking turns in the
+// first place, keeps the main loop small.
+template <int kHeadTiles>
+__device__ __forceinline__ void cap_scores(float (&x)[kHeadTiles][4], const Scoring& scoring) {
+#pragma unroll 1
+  for (int turn = 0; turn < 4 * kHeadTiles; ++turn) {
+    const float logit = scoring.logit(x[0][0]);
+#pragma unroll
+    for (int i = 0; i + 1 < 4 * kHeadTiles; ++i) x[i / 4][i % 4] = x[(i + 1) / 4][(i + 1) % 4];
+    x[kHeadTiles - 1][3] = logit;
+  }
+}
+
+// A value on its way to another CTA, which waits for anything but zero bits.
+__device__ __forceinline__ float present(float value) { return value == 0.0f ? -0.0f : value; }
+__device__ __forceinline__ bool is_present(float2 pair) {
+  return __float_as_uint(pair.x) != 0 && __float_as_uint(pair.y) != 0;
+}
+
+// Two neighbouring columns of a row, and the row's norm.
+struct RowPair {
+  RowNorm norm;
+  float2 value;
+
+  __device__ __forceinline__ void add(const RowNorm& part, float2 of_part) {
+    const float weight = part.weight_in(norm);
+    norm.sum += part.sum * weight;
+    value.x += of_part.x * weight;
+    value.y += of_part.y * weight;
+  }
+  // Makes room for parts with maxima up to `maximum`.
+  __device__ __forceinline__ void raise(float maximum) {
+    const RowNorm now = {fmaxf(norm.maximum, maximum), 0.0f};
+    const float weight = norm.weight_in(now);
+    norm = {now.maximum, norm.sum * weight};
+    value = {value.x * weight, value.y * weight};
+  }
+};
+
+// Adds the segments of the pair in their order, the CTA's own among them, and clears the others' columns for the next
+// call. The slot of the own one may hold what the CTA left for another pair.
+__device__ __forceinline__ void add_chunks(const SparsePlan& plan, const Chunks& chunks, int row, int d, int head_dim,
+                                           RowPair& sum) {
+  constexpr int kBatch = 8;  // on their way at a time
+  const RowPair own = sum;
+  sum = {{-INFINITY, 0.0f}, {0.0f, 0.0f}};
+  const int64_t place = chunks.first_slot * plan.rows + row;
+  const float2* norm_source = reinterpret_cast<const float2*>(plan.partial_norm) + place;
+  float* value_source = plan.partial_output + place * head_dim + d;
+  const int step = gridDim.x * plan.rows;
+#pragma unroll 1
+  for (int first = 0; first < chunks.count; first += kBatch) {
+    float2 norms[kBatch];
+    float2 values[kBatch];
+    bool all;
+    do {
+      all = true;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int chunk = first + i;
+        norms[i] = chunk == chunks.own ? make_float2(own.norm.maximum, own.norm.sum) : make_float2(-INFINITY, 0.0f);
+        values[i] = chunk == chunks.own ? own.value : make_float2(0.0f, 0.0f);
+        if (chunk < chunks.count && chunk != chunks.own) {
+          norms[i] = __ldcv(norm_source + chunk * step);
+          all = all && is_present(norms[i]);
+          if (d < head_dim) {
+            values[i] = __ldcv(reinterpret_cast<const float2*>(value_source + int64_t{chunk * step} * head_dim));
+            all = all && is_present(values[i]);
+          }
+        }
+      }
+    } while (!all);
+    float maximum = norms[0].x;
+#pragma unroll
+    for (int i = 1; i < kBatch; ++i) maximum = fmaxf(maximum, norms[i].x);
+    sum.raise(maximum);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      sum.add({norms[i].x, norms[i].y}, values[i]);
+      const int chunk = first + i;
+      if (chunk < chunks.count && chunk != chunks.own && d < head_dim) {
+        __stcg(reinterpret_cast<float2*>(value_source + int64_t{chunk * step} * head_dim), make_float2(0.0f, 0.0f));
+      }
     }
-    slot = entry % page_size;
   }
+}
 
-  __device__ int64_t offset() const { return address(page, slot); }
-};
-
-struct NoDump {
-  __device__ __forceinline__ bool wants(int) const { return false; }
-  __device__ __forceinline__ void see_keys(const char*, int, uint32_t, const Scoring&) const {}
-  template <class Logits>
-  __device__ __forceinline__ void operator()(const Logits&, float, const RowInfo*, int, uint32_t) const {}
-};
+// Adds up the warps' parts of a segment, a thread per two columns of a row; a pair of several segments is put together
+// by the CTA that collects them.
+template <class T>
+__device__ __forceinline__ void finish_segment(const VegasSparseParams& p, const SparsePlan& plan,
+                                               const SparseShared<T>& shared, int turn, const SegmentWalk& segment,
+                                               const Chunks& chunks, int first_head, int heads) {
+  using Element = typename T::Element;
+  constexpr int kPairs = T::kHeadDim / 2;
+  const int head_dim = p.cache.head_dim;
+  const float v_descale = descale_of(p.cache.v, segment.request, segment.kv_head());
+#pragma unroll 1
+  for (int item = threadIdx.x; item < heads * kPairs; item += blockDim.x) {
+    const int row = item / kPairs;
+    const int d = item % kPairs * 2;
+    const int head = first_head + row;
+    const float sink_logit = p.sinks ? p.sinks[head] : -INFINITY;
+    float2 norms[kSparseMaxWarps];
+    RowPair sum = {{-INFINITY, 0.0f}, {0.0f, 0.0f}};
+#pragma unroll
+    for (int i = 0; i < kSparseMaxWarps; ++i) {
+      norms[i] = i < shared.warps ? shared.norms(turn, i)[row] : make_float2(-INFINITY, 0.0f);
+      sum.norm.maximum = fmaxf(sum.norm.maximum, norms[i].x);
+    }
+#pragma unroll
+    for (int i = 0; i < kSparseMaxWarps; ++i) {
+      if (i >= shared.warps) continue;
+      const float* value = shared.output(turn, i) + row_place<T>(row, d);
+      sum.add({norms[i].x, norms[i].y}, *reinterpret_cast<const float2*>(value));
+    }
+    if (!chunks.collects) {
+      const int64_t place = (chunks.first_slot + int64_t{chunks.own} * gridDim.x) * plan.rows + row;
+      if (d < head_dim) {
+        __stcg(reinterpret_cast<float2*>(plan.partial_output + place * head_dim + d),
+               make_float2(present(sum.value.x), present(sum.value.y)));
+      }
+      if (d == 0) {
+        __stcg(reinterpret_cast<float2*>(plan.partial_norm) + place,
+               make_float2(present(sum.norm.maximum), present(sum.norm.sum)));
+      }
+      continue;
+    }
+    if (chunks.count > 1) add_chunks(plan, chunks, row, d, head_dim, sum);
+    const bool keyless = sum.norm.sum == 0.0f;
+    const float sink = p.sinks ? exp2f(sink_logit * kLog2e - sum.norm.base()) : 0.0f;
+    const float factor = keyless ? 0.0f : v_descale / (sum.norm.sum + sink);
+    if (d < head_dim) {
+      Element* out = static_cast<Element*>(p.out) + segment.request * p.out_stride_row + head * p.out_stride_head + d;
+      out[0] = from_float<Element>(keyless ? 0.0f : sum.value.x * factor);
+      out[1] = from_float<Element>(keyless ? 0.0f : sum.value.y * factor);
+    }
+    if (d == 0) p.lse[int64_t{head} * p.batch + segment.request] = sum.norm.lse();
+  }
+  if (chunks.collects && chunks.count > 1) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < chunks.count * heads; i += blockDim.x) {
+      const int chunk = i / heads;
+      if (chunk == chunks.own) continue;
+      const int64_t place = (chunks.first_slot + int64_t{chunk} * gridDim.x) * plan.rows + i % heads;
+      reinterpret_cast<float2*>(plan.partial_norm)[place] = make_float2(0.0f, 0.0f);
+    }
+  }
+}
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2)
-    sparse_kernel(const __grid_constant__ VegasSparseParams p, const __grid_constant__ PlanWorkspace w, int stages) {
+__global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
+    sparse_kernel(const __grid_constant__ VegasSparseParams p, const __grid_constant__ SparsePlan plan, int stages,
+                  int warps_log2) {
   using Element = typename T::Element;
   extern __shared__ __align__(128) char shared_bytes[];
-  const int unit_index = blockIdx.x / p.cache.num_heads_kv;
-  const int kv_head = blockIdx.x % p.cache.num_heads_kv;
-  if (unit_index >= *w.num_units) return;
-  const PlannedUnit unit = w.units[unit_index];
-  const PlannedRequest plan = w.requests[unit.request];
-  const int b = unit.request;
-  const int group = p.num_heads_q / p.cache.num_heads_kv;
-  const int first_row = unit.row_tile * kSparseRows;
-  const int num_rows = min(kSparseRows, group - first_row);
-  const int first_head = kv_head * group + first_row;
-  const SharedTile<T> shared = {shared_bytes, stages};
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const SparseShared<T> shared = {shared_bytes, 1 << warps_log2, stages, plan.rows};
+  release_next_launch();
+  // A few requests are looked up while the previous launch ends, and again when it has: rarely is there a difference.
+#pragma unroll 1
+  for (bool early = p.batch <= 32;; early = false) {
+    if (!early) wait_for_previous_launch();
+    SegmentWalk segment(p, plan);
+    KeyStream<T> stream(segment, shared.stage_bytes(warp), shared.valid(warp), stages, warps_log2);
+    stream.prepare();
+    if (early) {
+      wait_for_previous_launch();
+      if (stream.is_stale()) continue;
+    }
+#pragma unroll 1
+    for (int turn = 0; segment.next(); turn ^= 1) {
+      const int kv_head = segment.kv_head();
+      const int first_row = segment.row_tile() * T::kHeads;
+      const int first_head = kv_head * plan.group + first_row;
+      const int heads = min(plan.rows, plan.group - first_row);
+      const HeadQuery<T> query(
+          static_cast<const Element*>(p.q) + segment.request * p.q_stride_row + first_head * p.q_stride_head,
+          p.q_stride_head, heads, p.cache.head_dim);
+      const Scoring scoring = {p.softmax_scale * descale_of(p.cache.k, segment.request, kv_head), p.softcap, INT_MIN,
+                               INT_MAX};
+      const Chunks chunks(segment);
+      HeadState<T> state;
+      const int tiles = WarpPart(segment, warps_log2).tiles;
+#pragma unroll 1
+      for (int n = 0; n < tiles; ++n) {
+        const int stage = stream.next();
+        const char* k_tile = shared.stage_bytes(warp) + stage * T::kStageBytes;
 
-  const SparseRequest request(p, b);
-  const int listed = request.listed(p, b, kv_head);
-  const int keys_of_head = request.keys_with(listed);
-  const int begin = min(unit.chunk * plan.chunk_keys, keys_of_head);
-  const int end = begin + min(keys_of_head - begin, plan.chunk_keys);
-  ListedKeys keys = {p.indices + b * p.indices_stride_batch + kv_head * p.indices_stride_head,
-                     p.cache.block_table ? p.cache.block_table + b * p.cache.block_table_stride : nullptr,
-                     p.cache.page_size,
-                     p.indices_are_slots != 0,
-                     begin,
-                     end,
-                     listed,
-                     request,
-                     p.cache.num_pages * p.cache.page_size,
-                     LaneAddress{p.cache, kv_head, T::kCacheBytes},
-                     -1,
-                     false,
-                     -1,
-                     0};
-  const Scoring scoring = {p.softmax_scale * descale_of(p.cache.k, b, kv_head), p.softcap, INT_MIN, INT_MAX};
-  const auto prepare = [&] {
-    const Element* q = static_cast<const Element*>(p.q) + b * p.q_stride_row + first_head * p.q_stride_head;
-    const bool aligned = ((reinterpret_cast<uintptr_t>(p.q) | (p.q_stride_row * 2) | (p.q_stride_head * 2)) & 15) == 0;
-    for (int i = threadIdx.x; i < T::kRows * T::kQuerySegments; i += kThreads) {
-      const int row = i / T::kQuerySegments;
-      const int chunk = i % T::kQuerySegments;
-      uint4 values = make_uint4(0, 0, 0, 0);
-      if (row < num_rows && chunk * 8 < p.cache.head_dim) {
-        values = load_query(q + row * p.q_stride_head + chunk * 8, aligned);
+        // scores
+        float x[T::kHeadTiles][4];
+        multiply_keys<T>(x, query, k_tile);
+        const uint32_t valid = shared.valid(warp)[stage];
+        if (!scoring.keeps_products()) cap_scores(x, scoring);
+        if (valid != 0xffffu) {
+#pragma unroll
+          for (int i = 0; i < T::kHeadTiles * 4; ++i) {
+            if (!(valid >> (lane / 4 + i % 4 / 2 * 8) & 1)) x[i / 4][i % 4] = -INFINITY;
+          }
+        }
+
+        // softmax
+        uint32_t weights[T::kHeadTiles][2];
+        state.weigh(x, scoring.logit_scale() * kLog2e, weights);
+
+        // accumulate
+        state.accumulate(weights, k_tile + T::kTileBytes);
       }
-      shared.query().store(row, chunk, values);
-    }
-    for (int row = threadIdx.x; row < T::kRows; row += kThreads) shared.rows()[row] = {INT_MIN, INT_MAX, -1};
-  };
-  SoftmaxState<T> state;
-  NoDump dump;
-  attend(shared, keys, p.cache, scoring, dump, prepare, num_rows, begin, ceil_div(end - begin, kTileKeys), stages,
-         state);
 
-  merge_warps(shared, state, num_rows, [&](int row, const RowNorm& norm, const auto& value) {
-    if (plan.chunks == 1) {
-      finish_row(row_output<Element>(p, b, kv_head, first_head + row), norm, p.cache.head_dim, value);
-    } else {
-      store_partial(w, w.partial_row(plan, w.row_tiles, unit.chunk, unit.row_tile, kv_head, row), norm, value);
+#pragma unroll
+      for (int m = 0; m < T::kHeadTiles; ++m) {
+        write_heads(state, m, heads, shared.output(turn, warp) + 8 * m * T::kHeadDim, shared.norms(turn, warp) + 8 * m);
+      }
+      __syncthreads();
+      finish_segment(p, plan, shared, turn, segment, chunks, first_head, heads);
     }
-  });
+    break;
+  }
+  cute::cp_async_wait<0>();
 }
 
 }  // namespace vegas_ops::portable

@@ -1,6 +1,7 @@
 #include "sparse/portable_instances.cuh"
 
 namespace vegas_ops::portable {
-template cudaError_t launch_sparse<__nv_bfloat16>(const VegasSparseParams&, const PlanWorkspace&, int64_t,
-                                                  cudaStream_t);
-}
+template SparseCta sparse_cta<__nv_bfloat16>(const VegasSparseParams&, const SparseDevice&);
+template cudaError_t launch_sparse<__nv_bfloat16>(const VegasSparseParams&, const SparsePlan&, const SparseDevice&,
+                                                  const SparseCta&, int, int, cudaStream_t);
+}  // namespace vegas_ops::portable

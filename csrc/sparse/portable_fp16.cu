@@ -1,5 +1,7 @@
 #include "sparse/portable_instances.cuh"
 
 namespace vegas_ops::portable {
-template cudaError_t launch_sparse<__half>(const VegasSparseParams&, const PlanWorkspace&, int64_t, cudaStream_t);
-}
+template SparseCta sparse_cta<__half>(const VegasSparseParams&, const SparseDevice&);
+template cudaError_t launch_sparse<__half>(const VegasSparseParams&, const SparsePlan&, const SparseDevice&,
+                                           const SparseCta&, int, int, cudaStream_t);
+}  // namespace vegas_ops::portable

@@ -7,27 +7,68 @@
 
 namespace vegas_ops::portable {
 
-template <class Element, bool kFp8, int kHeadDim>
-cudaError_t launch_sparse_instance(const VegasSparseParams& p, const PlanWorkspace& w, int64_t units,
-                                   cudaStream_t stream) {
-  using T = Traits<Element, kFp8, kHeadDim, kSparseRowTiles>;
-  return launch_attention<T>(sparse_kernel<T>, units * p.cache.num_heads_kv, kWarps, stream, p, w);
+// Calls use(HeadTraits) of the kernel that serves the call.
+template <class Element, bool kFp8, class Use>
+auto with_instance(const VegasSparseParams& p, const Use& use) {
+  const bool wide = head_tiles_for(p.num_heads_q / p.cache.num_heads_kv, p.cache.head_dim) == 2;
+  switch (padded_head_dim(p.cache.head_dim)) {
+    case 64:
+      return wide ? use(HeadTraits<Element, kFp8, 64, 2>()) : use(HeadTraits<Element, kFp8, 64, 1>());
+    case 128:
+      return wide ? use(HeadTraits<Element, kFp8, 128, 2>()) : use(HeadTraits<Element, kFp8, 128, 1>());
+    default:
+      return use(HeadTraits<Element, kFp8, 256, 1>());
+  }
+}
+
+template <class Element, class Use>
+auto with_instance(const VegasSparseParams& p, const Use& use) {
+  return p.cache.dtype == VEGAS_FP8_E4M3 ? with_instance<Element, true>(p, use) : with_instance<Element, false>(p, use);
+}
+
+// As many warps as fit with two stages each, then as many stages.
+template <class Element>
+SparseCta sparse_cta(const VegasSparseParams& p, const SparseDevice& device) {
+  return with_instance<Element>(p, [&](auto traits) {
+    using T = decltype(traits);
+    const int group = p.num_heads_q / p.cache.num_heads_kv;
+    const int rows = group < T::kHeads ? group : T::kHeads;
+    for (int warps = kSparseMaxWarps; warps > 0; warps /= 2) {
+      for (int stages = kSparseMaxStages; stages >= 2; --stages) {
+        if (SparseShared<T>::bytes(warps, stages, rows) <= device.shared_per_cta) return SparseCta{warps, stages};
+      }
+    }
+    return SparseCta{0, 0};
+  });
 }
 
 template <class Element>
-cudaError_t launch_sparse(const VegasSparseParams& p, const PlanWorkspace& w, int64_t units, cudaStream_t stream) {
-  const bool fp8 = p.cache.dtype == VEGAS_FP8_E4M3;
-  switch (padded_head_dim(p.cache.head_dim)) {
-    case 64:
-      return fp8 ? launch_sparse_instance<Element, true, 64>(p, w, units, stream)
-                 : launch_sparse_instance<Element, false, 64>(p, w, units, stream);
-    case 128:
-      return fp8 ? launch_sparse_instance<Element, true, 128>(p, w, units, stream)
-                 : launch_sparse_instance<Element, false, 128>(p, w, units, stream);
-    default:
-      return fp8 ? launch_sparse_instance<Element, true, 256>(p, w, units, stream)
-                 : launch_sparse_instance<Element, false, 256>(p, w, units, stream);
-  }
+cudaError_t launch_sparse(const VegasSparseParams& p, const SparsePlan& plan, const SparseDevice& device,
+                          const SparseCta& cta, int team, int teams, cudaStream_t stream) {
+  return with_instance<Element>(p, [&](auto traits) {
+    using T = decltype(traits);
+    const auto kernel = sparse_kernel<T>;
+    const int bytes = SparseShared<T>::bytes(cta.warps, cta.stages, plan.rows);
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+    // Left alone, the driver may give an SM's memory to the L1 cache and leave room for one CTA.
+    error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) return error;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(team, teams);
+    config.blockDim = 32 * cta.warps;
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = device.dependent_launch ? 1 : 0;
+    int warps_log2 = 0;
+    while (1 << warps_log2 < cta.warps) ++warps_log2;
+    return cudaLaunchKernelEx(&config, kernel, p, plan, cta.stages, warps_log2);
+  });
 }
 
 }  // namespace vegas_ops::portable

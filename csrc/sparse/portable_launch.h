@@ -1,14 +1,38 @@
-// The attention kernel's launch, instantiated per query type (portable_bf16.cu, portable_fp16.cu).
+// The kernel's launch, instantiated per query type (portable_bf16.cu, portable_fp16.cu).
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "common/split_plan.cuh"
 #include "vegas_ops/params.h"
 
 namespace vegas_ops::portable {
 
+// Tiles of 8 query heads that a warp attends at a time: as many as its registers hold.
+__host__ __device__ constexpr int head_tiles_for(int group, int head_dim) {
+  return group > 8 && head_dim <= 128 ? 2 : 1;
+}
+
+struct SparsePlan;
+
+// What a kernel needs of the current device.
+struct SparseDevice {
+  int multiprocessors;
+  int shared_per_cta;     // bytes
+  bool dependent_launch;  // can be launched before its predecessor has ended
+};
+
+// A CTA's warps, a power of two, and the stages of each. One CTA has a multiprocessor to itself.
+struct SparseCta {
+  int warps;
+  int stages;
+};
+
+// Zero warps where no CTA fits.
 template <class Element>
-cudaError_t launch_sparse(const VegasSparseParams& p, const PlanWorkspace& w, int64_t units, cudaStream_t stream);
+SparseCta sparse_cta(const VegasSparseParams& p, const SparseDevice& device);
+
+template <class Element>
+cudaError_t launch_sparse(const VegasSparseParams& p, const SparsePlan& plan, const SparseDevice& device,
+                          const SparseCta& cta, int team, int teams, cudaStream_t stream);
 
 }  // namespace vegas_ops::portable

@@ -226,6 +226,15 @@ void run_sparse(Session& session) {
   add(c);
   c.per_head = false, c.batch_invariant = false, c.num_splits = 5, c.sinks = true, c.softcap = 5, c.group = 8;
   add(c);
+  // More requests than CTAs, so that a CTA attends several: whole ones, and parts at either end.
+  c = {.shape = {.head_dim = 64}, .group = 3};
+  c.lengths.clear(), c.counts.clear();
+  for (int b = 0; b < 600; ++b) {
+    c.lengths.push_back(b % 17 == 0 ? 0 : b * 7 % 23 + (b % 400 == 3 ? 700 : 0));
+    c.counts.push_back(std::max(c.lengths[b] - b % 3, 0));
+    c.tail_start.push_back(std::max(c.lengths[b] - b % 5, 0));
+  }
+  add(c);
   // Slots alone, without table and lengths; more query heads than one tile holds.
   c = {.shape = {.head_dim = 64}, .group = 20, .lengths = {400, 30}, .counts = {400, 9}, .with_lengths = false};
   add(c);
