@@ -1,4 +1,4 @@
-"""sparse_paged_decode against the read ceiling, FlashAttention-3 with pages of one token, and torch.
+"""sparse_paged_decode against the read ceiling, peers with pages of one token, and torch.
 
 Bytes are those of the K and V of the attended tokens; q, out, index lists and page tables are left out.
 """
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import harness
 import torch
 from harness import Bench, Cell, Contender, Launch, Setup
-from peers import FlashAttention3, dense_attention, gather_sdpa
+from peers import FlashAttention3, FlashInfer, dense_attention, gather_sdpa
 from torch import Tensor
 from verify import DTYPES, GPT_OSS_20B, QWEN3_8B, QWEN3_30B_A3B, size_class
 
@@ -35,11 +35,24 @@ class Case:
     tail: int = 0  # tokens at the end of the context, attended beside the list
     page_size: int = 16
     dtype: str = "bf16"
+    cache_dtype: str | None = None  # where it is not the query's
+    mixed: bool = False  # requests list from no token to k tokens
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return DTYPES[self.cache_dtype or self.dtype]
+
+    @property
+    def counts(self) -> list[int]:
+        """Listed tokens of each request."""
+        if not self.mixed:
+            return [self.k] * self.batch
+        return [self.k * (7 * b % self.batch) // max(self.batch - 1, 1) for b in range(self.batch)]
 
     @property
     def kv_bytes(self) -> int:
-        tokens = self.batch * (self.k + self.tail)
-        return 2 * tokens * self.num_heads_kv * self.head_dim * DTYPES[self.dtype].itemsize
+        tokens = sum(self.counts) + self.batch * self.tail
+        return 2 * tokens * self.num_heads_kv * self.head_dim * self.kv_dtype.itemsize
 
 
 def share(context: int, percent: int) -> int:
@@ -50,7 +63,8 @@ def share(context: int, percent: int) -> int:
 def _regime(case: Case) -> str:
     heads = f"{case.num_heads_q}/{case.num_heads_kv}/{case.head_dim}"
     lists = case.lists.replace("_", " ") + (" and tail" if case.tail else "")
-    return f"{heads} {case.dtype}, {lists}, {size_class(case.kv_bytes)}"
+    lists += ", mixed lengths" if case.mixed else ""
+    return f"{heads} {case.cache_dtype or case.dtype}, {lists}, {size_class(case.kv_bytes)}"
 
 
 def _random_tokens(lists: int, tokens: int, k: int, device: torch.device) -> Tensor:
@@ -65,14 +79,16 @@ class _Problem:
         dtype = DTYPES[case.dtype]
         pages = case.context // case.page_size
         shape = (case.batch * pages, case.page_size, case.num_heads_kv, case.head_dim)
-        self.caches = bench.pool.slices(shape, dtype, case.kv_bytes)
+        self.caches = bench.pool.slices(shape, case.kv_dtype, case.kv_bytes)
         shuffled = torch.randperm(case.batch * pages, device=device).to(torch.int32)
         self.block_table = shuffled.view(case.batch, pages)
         self.q = torch.randn(case.batch, case.num_heads_q, case.head_dim, dtype=dtype, device=device)
         self.candidates = case.context - case.tail
         self.slots = self._slots(self._tokens(device))
-        lengths = (case.batch, case.num_heads_kv) if case.lists == "per_kv_head" else (case.batch,)
-        self.topk_length = torch.full(lengths, case.k, dtype=torch.int32, device=device)
+        self.topk_length = torch.tensor(case.counts, dtype=torch.int32, device=device)
+        if case.lists == "per_kv_head":
+            self.topk_length = self.topk_length[:, None].repeat(1, case.num_heads_kv)
+        self.descale = torch.ones(1, device=device) if case.cache_dtype else None
         self.tail_start = torch.full((case.batch,), self.candidates, dtype=torch.int32, device=device)
         self.seqused_k = torch.full_like(self.tail_start, case.context)
         self.out = torch.empty_like(self.q)
@@ -120,51 +136,80 @@ class _Problem:
             vegas_ops.sparse_paged_decode(
                 self.q, keys, values, self.slots, self.topk_length,
                 tail_start=self.tail_start if tail else None, seqused_k=self.seqused_k if tail else None,
-                block_table=self.block_table if tail else None, out=self.out, lse=self.lse,
-                workspace=self.workspace,
+                block_table=self.block_table if tail else None, k_descale=self.descale,
+                v_descale=self.descale, out=self.out, lse=self.lse, workspace=self.workspace,
             )  # fmt: skip
 
         launches: list[Launch] = [functools.partial(launch, *cache) for cache in self.caches]
         return Contender(launches, lambda: self.out)
 
-    def fa3(self, fa3: FlashAttention3) -> Contender:
-        """Pages of one token; lists per KV head become requests with one KV head each."""
+    def as_pages(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor, list[int]]:
+        """Query, caches of one token per page, table and lengths, as a peer without lists takes them.
+
+        Lists per KV head become requests with one KV head each.
+        """
         case, slots = self.case, self.attended_slots()
-        q, table = self.q, slots
-        shape: tuple[int, ...] = (-1, 1, case.num_heads_kv, case.head_dim)
+        q, table, shape = self.q, slots, (-1, 1, case.num_heads_kv, case.head_dim)
+        lengths = [count + case.tail for count in case.counts]
         if case.lists == "per_kv_head":
             heads = torch.arange(case.num_heads_kv, dtype=torch.int32, device=q.device)[None, :, None]
             table = (slots * case.num_heads_kv + heads).flatten(0, 1).contiguous()
             q = q.view(case.batch * case.num_heads_kv, -1, case.head_dim)
             shape = (-1, 1, 1, case.head_dim)
-        caches = [(keys.view(shape), values.view(shape)) for keys, values in self.caches]
-        used = torch.full((table.shape[0],), table.shape[1], dtype=torch.int32, device=q.device)
-        peer = fa3.attend(q, caches, table, used, 1)
+            lengths = [length for length in lengths for _ in range(case.num_heads_kv)]
+        return q, [(keys.view(shape), values.view(shape)) for keys, values in self.caches], table, lengths
+
+    def _as_ours(self, peer: Contender) -> Contender:
         return Contender(peer.launches, lambda: peer.result().view_as(self.out) if peer.result else self.out)
 
+    def fa3(self, fa3: FlashAttention3) -> Contender:
+        q, caches, table, lengths = self.as_pages()
+        used = torch.tensor(lengths, dtype=torch.int32, device=q.device)
+        return self._as_ours(fa3.attend(q, caches, table, used, 1))
+
+    def flashinfer(self, flashinfer: FlashInfer) -> Contender:
+        q, caches, table, lengths = self.as_pages()
+        return self._as_ours(flashinfer.attend(q, caches, table, lengths, 1))
+
     def reference(self) -> tuple[Tensor, Tensor]:
-        """The last request's output, ours and computed in fp32."""
-        slots = self.attended_slots()[-1].long()
+        """The longest request's output, ours and computed in fp32."""
+        counts = self.case.counts
+        longest = max(range(len(counts)), key=counts.__getitem__)
+        slots = self.attended_slots()[longest].long()
         heads = torch.arange(self.case.num_heads_kv, device=slots.device)[:, None]
         index = (slots, heads) if slots.dim() == 2 else (slots[None, :], heads)
         keys, values = (cache.flatten(0, 1)[index].transpose(0, 1) for cache in self.caches[0])
-        return self.out[-1:], dense_attention(self.q[-1:], keys, values)
+        row = slice(longest, longest + 1)
+        return self.out[row], dense_attention(self.q[row], keys, values)
 
 
-def _build(case: Case, fa3: FlashAttention3 | None, bench: Bench) -> Setup:
+@dataclass(frozen=True)
+class Peers:
+    fa3: FlashAttention3 | None = None
+    flashinfer: FlashInfer | None = None
+
+
+def _build(case: Case, peers: Peers, bench: Bench) -> Setup:
     problem = _Problem(case, bench)
-    peers: dict[str, Callable[[], Contender]] = {}
-    if fa3 is not None:
-        peers["FlashAttention-3"] = lambda: problem.fa3(fa3)
+    built: dict[str, Callable[[], Contender]] = {}
+    if case.cache_dtype:  # beside the unpacked cache
+        unpacked = _Problem(replace(case, cache_dtype=None), bench)
+        return Setup(
+            problem.ours(), variants={case.dtype: unpacked.ours().launches}, reference=problem.reference
+        )
+    if (fa3 := peers.fa3) is not None:
+        built["FlashAttention-3"] = lambda: problem.fa3(fa3)
+    if (flashinfer := peers.flashinfer) is not None:
+        built["FlashInfer"] = lambda: problem.flashinfer(flashinfer)
     if not bench.is_cuda:
-        peers["gather, SDPA"] = lambda: gather_sdpa(problem.q, problem.caches, problem.attended_slots())
-    return Setup(problem.ours(), peers, reference=problem.reference)
+        built["gather, SDPA"] = lambda: gather_sdpa(problem.q, problem.caches, problem.attended_slots())
+    return Setup(problem.ours(), built, reference=problem.reference)
 
 
-def _cell(case: Case, fa3: FlashAttention3 | None) -> Cell:
+def _cell(case: Case, peers: Peers) -> Cell:
     heads = f"{case.num_heads_q}/{case.num_heads_kv}/{case.head_dim}"
-    panel = f"{heads} {case.dtype}, {case.lists.replace('_', ' ')}"
-    build = functools.partial(_build, case, fa3)
+    panel = f"{heads} {case.cache_dtype or case.dtype}, {case.lists.replace('_', ' ')}"
+    build = functools.partial(_build, case, peers)
     return Cell("sparse", {**asdict(case), "rows": 1}, case.kv_bytes, _regime(case), panel, build)
 
 
@@ -194,6 +239,9 @@ def _cuda_cases(quick: bool) -> Iterator[Case]:
     for batch, context in ((4, 131072), (16, 8192), (4, 32768), (1, 8192)):
         for percent in (5, 2, 10) if (batch, context) in ((4, 131072), (16, 8192)) else (2, 10):
             yield replace(base, batch=batch, context=context, k=share(context, percent))
+    for batch in (16, 64):
+        yield replace(base, batch=batch, cache_dtype="fp8_e4m3")
+        yield replace(base, batch=batch, k=16384 if batch == 16 else 3264, mixed=True)
 
 
 def _cpu_cases(quick: bool) -> Iterator[Case]:
@@ -220,12 +268,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; see --help. Returns 1 if a cell failed."""
     arguments = harness.parse_arguments("sparse", __doc__, argv)
     bench = Bench(arguments)
-    fa3 = FlashAttention3.find() if bench.is_cuda else None
+    peers = Peers(FlashAttention3.find(), FlashInfer.find()) if bench.is_cuda else Peers()
     versions = {"torch": str(torch.__version__)}
-    if fa3 is not None:
-        versions["FlashAttention-3"] = fa3.version
+    if peers.fa3 is not None:
+        versions["FlashAttention-3"] = peers.fa3.version
+    if peers.flashinfer is not None:
+        versions["FlashInfer"] = peers.flashinfer.version
     cases = _cuda_cases(bench.quick) if bench.is_cuda else _cpu_cases(bench.quick)
-    return harness.run("sparse", arguments, bench, [_cell(case, fa3) for case in cases], versions)
+    return harness.run("sparse", arguments, bench, [_cell(case, peers) for case in cases], versions)
 
 
 if __name__ == "__main__":
