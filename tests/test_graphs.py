@@ -19,6 +19,7 @@ from vegas_ops.speculative import (
     SamplingParams,
     SpeculativeDecoder,
     Streaming,
+    Vegas,
     loop,
 )
 from vegas_ops.speculative.loop import MAX_ROUNDS, RARE, bucket
@@ -107,6 +108,26 @@ def test_requests_keep_their_selections_when_rows_change(model, plain):
         if request.policy.name != "quest":
             assert request.statistics.accepted_at == other.statistics.accepted_at, request.policy.name
     assert len(decoder._rounds) <= MAX_ROUNDS
+
+
+def test_an_old_selection_does_not_lie_where_others_put_theirs(model):
+    """It is made in a round of one, drafted with in another round, and still wanted later."""
+    decoder, policy = fixed(model), Vegas(refresh=50)
+    first, second = (Request(p, policy=policy, gamma=2, max_new_tokens=60, **SMALL) for p in PROMPTS[:2])
+    decoder.add(first)
+    decoder.step()
+    decoder.step()
+    decoder.add(second)
+    decoder.step()
+    decoder.step()
+    decoder.preempt(first)
+    decoder.waiting.remove(first)  # as if there were no pages for it
+    known = [x.clone() for x in first.selection[:2]]
+    assert first.selection.age > 1
+    decoder.step()
+    assert not second.finished and second.selection.age > 0
+    for before, now in zip(known, first.selection[:2], strict=True):
+        assert torch.equal(before, now)
 
 
 def test_one_round_serves_iterations_of_a_shape(model):

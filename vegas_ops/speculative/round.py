@@ -252,7 +252,10 @@ class Round:
                     plan = group.policy.plan(k, known, mode.first)
                     request.selection = group.selection(row, *plan)
                 elif request.selection is not None:
-                    request.selection = request.selection._replace(age=request.selection.age + 1)
+                    # Of this row's buffers: where it came from may be overwritten by then.
+                    old = request.selection
+                    kept = group.selection(row, old.budget, old.tail_start)
+                    request.selection = kept._replace(age=old.age + 1)
                 else:
                     continue
                 self._given[i] = request.selection
