@@ -165,6 +165,7 @@ class Round:
         """Puts requests into the rows of their groups; num_drafts: of this round; limits: lengths at
         which they end. ahead: the round has gone ahead; returns whether for these requests."""
         self.modes = tuple(modes)
+        ahead = ahead and not any(mode.first for mode in modes)  # which may need rows of a prompt
         rows: list[Request | None] = [None] * self.shape.batch
         kept = {request: i for i, request in enumerate(self.requests) if request is not None}
         for group, members in zip(self.groups, groups, strict=True):
