@@ -184,6 +184,10 @@ def test_a_model_of_windows_alone_is_decoded_plainly() -> None:
         requests = decode(model, policy)
         assert [request.output for request in requests] == plain
         assert all(request.statistics.drafted == 0 for request in requests)
+    padded = SpeculativeDecoder(model, new_cache(model))
+    padded.fixed_shapes = True
+    assert padded.generate([Request(p, gamma=4, max_new_tokens=30) for p in PROMPTS]) == plain
+    assert all(shape.steps == 0 for shape in padded._rounds), "no forwards for drafts that nobody wants"
 
 
 def test_bytes_count_a_window_once(mixed: TinyModel) -> None:

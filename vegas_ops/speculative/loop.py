@@ -250,9 +250,11 @@ class SpeculativeDecoder:
     ) -> RoundShape:
         """The smallest shape that serves these requests, or a fixed one that also serves the next."""
         requests = [request for members in kinds.values() for request in members]
+        # Nothing is ever drafted for a model without layers to select for.
+        most_drafts = {q: q.gamma if self._selects else 0 for q in requests} if fixed else drafts
         max_keys = max(len(request.tokens) + drafts[request] for request in requests)
         if fixed:  # drafts made ahead included
-            max_keys += 1 + max(request.gamma for request in requests)
+            max_keys += 1 + max(most_drafts.values())
             max_keys = min(max(1 << (max_keys - 1).bit_length(), MIN_KEYS), self.max_position)
         groups = []
         for kind, members in kinds.items():
@@ -262,7 +264,7 @@ class SpeculativeDecoder:
             size, rows, max_rows = len(members), sum(q_lens), max(q_lens)
             if fixed:
                 size = bucket(size)
-                max_rows = max(*q_lens, *(request.gamma + 1 for request in members))
+                max_rows = max(*q_lens, *(most_drafts[request] + 1 for request in members))
                 rows = size * max_rows
                 lists = [
                     kind.policy.plan(request.budget(max_keys, max_keys), max_keys, False)[0]
@@ -278,7 +280,7 @@ class SpeculativeDecoder:
         sampled = [request.sampling for request in requests if request.sampling.temperature > 0]
         return RoundShape(
             tuple(groups),
-            max(request.gamma if fixed else drafts[request] for request in requests),
+            max(most_drafts[request] for request in requests),
             max_keys,
             greedy=not sampled,
             filtered=any(p.top_k or p.top_p < 1 or p.min_p for p in sampled),
