@@ -51,6 +51,28 @@ class Mode(NamedTuple):
     selects: bool
 
 
+class Line(NamedTuple):
+    """What the host says of a row, in the order in which it is uploaded. The first fields have int32
+    copies; those of the next selection wait for `advance`."""
+
+    lengths: int = 0
+    budgets: int = 0
+    listed: int = 0
+    tails: int = 0
+    keys: int = 0
+    num_drafts: int = 0
+    q_lens: int = 0
+    seeds: int = 0
+    gammas: int = 0
+    limits: int = 0
+    pending: int = 0
+    next_listed: int = 0
+    next_tails: int = 0
+
+
+INT32_FIELDS = 5  # of a line, from its first one on
+
+
 @dataclass(frozen=True)
 class GroupShape:
     """size: requests; rows: of a verification; max_rows: of one request; max_k: width of the lists."""
@@ -103,24 +125,22 @@ class Round:
     block_table (batch, pages) int32; table (batch, width): the pending token (or the last ones of a
     prompt) and its drafts.
 
-    The first fields have int32 copies; those of the next selection wait for `advance`.
     """
-
-    _INT32 = ("lengths", "budgets", "listed", "tails", "keys")
-    _FIELDS = (*_INT32, "num_drafts", "q_lens", "seeds", "gammas", "limits", "pending", "next_listed",
-               "next_tails")  # fmt: skip
 
     def __init__(self, model: Model, cache: PagedKVCache, shape: RoundShape) -> None:
         self.model, self.cache, self.shape, device = model, cache, shape, cache.device
         batch, steps = shape.batch, shape.steps
         width, pinned = max(steps + 1, *(g.max_rows for g in shape.groups)), device.type == "cuda"
-        fields = (len(self._FIELDS), batch)
+        fields = (len(Line._fields), batch)
         self._host = torch.zeros(fields, dtype=torch.int64, pin_memory=pinned)
         self._values = torch.zeros(fields, dtype=torch.int64, device=device)
-        (self.lengths, _, self._listed, self._tails, self._keys, self.num_drafts, self.q_lens, self.seeds,
-         self._gammas, self._limits, self._pending, self._next_listed, self._next_tails,
-         ) = self._values  # fmt: skip
-        self._int32 = torch.zeros((len(self._INT32), batch), dtype=torch.int32, device=device)
+        rows = dict(zip(Line._fields, self._values, strict=True))
+        self.lengths, self.num_drafts, self.q_lens = rows["lengths"], rows["num_drafts"], rows["q_lens"]
+        self._listed, self._tails, self._keys = rows["listed"], rows["tails"], rows["keys"]
+        self.seeds, self._gammas, self._limits = rows["seeds"], rows["gammas"], rows["limits"]
+        self._pending = rows["pending"]
+        self._next_listed, self._next_tails = rows["next_listed"], rows["next_tails"]
+        self._int32 = torch.zeros((INT32_FIELDS, batch), dtype=torch.int32, device=device)
         self.candidates, self.budgets, self.listed_k, self.tail_start, self.seqused_k = self._int32
         self._host_table = torch.zeros((batch, width), dtype=torch.int64, pin_memory=pinned)
         self.table = torch.zeros((batch, width), dtype=torch.int64, device=device)
@@ -183,15 +203,17 @@ class Round:
         lines, table = [], [[0] * self.table.shape[1] for _ in rows]
         for group, mode in zip(self.groups, modes, strict=True):
             for i in range(group.batch.start, group.batch.stop):
-                request, line = rows[i], (0,) * len(self._FIELDS)
+                request, line = rows[i], Line()
                 if request is not None:
                     known, keys = len(request.tokens), len(request.tokens) + self.drafts[i]
                     q_len, k = request.first_rows(mode.first and mode.selects), request.budget(keys)
                     now = (0, 0) if request.selection is None else request.selection[2:4]
                     following = group.policy.plan(k, known, mode.first) if mode.selects else now
-                    line = (
-                        known, k, *now, keys, self.drafts[i], q_len + self.drafts[i], request.seed,
-                        request.gamma, limits[request], request.tokens[-1], *following,
+                    line = Line(
+                        lengths=known, budgets=k, listed=now[0], tails=now[1], keys=keys,
+                        num_drafts=self.drafts[i], q_lens=q_len + self.drafts[i], seeds=request.seed,
+                        gammas=request.gamma, limits=limits[request], pending=request.tokens[-1],
+                        next_listed=following[0], next_tails=following[1],
                     )  # fmt: skip
                     table[i][:q_len] = request.tokens[-q_len:]
                 lines.append(line)
@@ -295,7 +317,7 @@ class Round:
     def draft(self) -> None:
         """Fills table[:, 1:] and, for sampling, draft_probs."""
         device = self.cache.device
-        self._int32.copy_(self._values[: len(self._INT32)])
+        self._int32.copy_(self._values[:INT32_FIELDS])
         step = torch.arange(self.shape.steps, device=device)[:, None]
         inactive = step >= self.num_drafts
         positions = (self.lengths - 1 + step).masked_fill_(inactive, 0)
@@ -327,7 +349,7 @@ class Round:
     @torch.no_grad()
     def verify(self) -> None:
         """Full attention over [pending, drafts] of every request; fills result."""
-        self._int32.copy_(self._values[: len(self._INT32)])
+        self._int32.copy_(self._values[:INT32_FIELDS])
         for group, mode in zip(self.groups, self.modes, strict=True):
             group.prepare(*mode)
         owner, offset, unused, last = (
