@@ -123,6 +123,7 @@ class Group:
         # Of a window's layer: no list, and a tail that the window clips.
         self.nothing = torch.empty((size, 0), dtype=torch.int32, device=device)
         self.zeros = torch.zeros(size, dtype=torch.int32, device=device)
+        self.stacked_sinks = _stacked_sinks(self.model, list(self.place))
         self.verified: Verified | None = None
 
     # Of the round, as seen by this group
@@ -214,8 +215,43 @@ class Group:
 
     def prepare(self, first: bool, selects: bool) -> None:
         """Where each row belongs, and room for what the verification leaves."""
-        r, policy, model, device = self.round, self.policy, self.model, self.cache.device
-        q_lens = r.q_lens[self.batch]
+        r, policy = self.round, self.policy
+        owner, offset, cu_seqlens_q = self._place_rows()
+        dump = policy.dump(first) if selects else "none"
+        logits, lse, guide_lse = self._room(dump)
+        candidates = r.candidates[self.batch]
+        last_only = policy.last_row_only and dump not in ("none", "all")
+        self.verified = Verified(
+            dump=dump,
+            logits=logits,
+            lse=lse,
+            guide_lse=guide_lse,
+            hint=self.guide_lse if selects and not first else None,
+            cu_seqlens_q=cu_seqlens_q,
+            owner=owner,
+            offset=offset,
+            candidates=candidates,
+            seqused_k=r.seqused_k[self.batch],
+            k=r.budgets[self.batch],
+            num_accepted=r.num_accepted[self.batch],
+            dump_rows=torch.full_like(candidates, 2) if last_only else None,
+            seeds=r.seeds[self.batch],
+            rounds=r.lengths[self.batch],
+            block_table=self.block_table,
+            cache=self.cache,
+            num_heads_kv=self.model.num_heads_kv,
+            sinks=self.stacked_sinks,
+            width=r.shape.max_keys,
+            max_k=self.max_k,
+            max_rows=self.max_rows,
+            window=self.window,
+            first=first,
+        )
+
+    def _place_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """owner, offset and cu_seqlens_q of `Verified`; the round gets `places`."""
+        device = self.cache.device
+        q_lens = self.round.q_lens[self.batch]
         ends = q_lens.cumsum(0)
         row = torch.arange(self.rows, device=device)
         owner = torch.searchsorted(ends, row, right=True)
@@ -231,12 +267,15 @@ class Group:
         )
         cu_seqlens_q = torch.zeros(self.size + 1, dtype=torch.int32, device=device)
         cu_seqlens_q[1:] = ends
-        dump = policy.dump(first) if selects else "none"
-        hint = self.guide_lse if selects and not first else None
+        return owner, offset, cu_seqlens_q
+
+    def _room(self, dump: ops.Dump) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Uninitialised logits, lse and guide_lse of `Verified`, for a dump of the layers from
+        `first_dumped` on."""
+        model, device, batch, width = self.model, self.cache.device, self.size, self.round.shape.max_keys
         layers, heads_q, heads_kv = len(self.place), model.num_heads_q, model.num_heads_kv
-        dumped = min(1, layers) if policy.last_layer_only else layers
+        dumped = min(1, layers) if self.policy.last_layer_only else layers
         self.first_dumped = layers - dumped
-        width, batch = r.shape.max_keys, self.size
         shape = {
             "token": (dumped, batch, width),
             "token_weight": (dumped, batch, width),
@@ -247,33 +286,10 @@ class Group:
         wide = dump in ("token", "token_weight") or model.dtype == torch.float32
         dtype = torch.float32 if wide else torch.bfloat16
         guide = dump in ("token_weight", "kv_head")
-        last_only = policy.last_row_only and dump not in ("none", "all")
-        candidates = r.candidates[self.batch]
-        self.verified = Verified(
-            dump=dump,
-            logits=None if shape is None else torch.empty(shape, dtype=dtype, device=device),
-            lse=torch.empty((layers, heads_q, self.rows), device=device),
-            guide_lse=torch.empty((layers, batch, 2, heads_kv), device=device) if guide else None,
-            hint=hint,
-            cu_seqlens_q=cu_seqlens_q,
-            owner=owner,
-            offset=offset,
-            candidates=candidates,
-            seqused_k=r.seqused_k[self.batch],
-            k=r.budgets[self.batch],
-            num_accepted=r.num_accepted[self.batch],
-            dump_rows=torch.full_like(candidates, 2) if last_only else None,
-            seeds=r.seeds[self.batch],
-            rounds=r.lengths[self.batch],
-            block_table=self.block_table,
-            cache=self.cache,
-            num_heads_kv=heads_kv,
-            sinks=_stacked_sinks(model, list(self.place)),
-            width=width,
-            max_k=self.max_k,
-            max_rows=self.max_rows,
-            window=self.window,
-            first=first,
+        return (
+            None if shape is None else torch.empty(shape, dtype=dtype, device=device),
+            torch.empty((layers, heads_q, self.rows), device=device),
+            torch.empty((layers, batch, 2, heads_kv), device=device) if guide else None,
         )
 
     def verify(self, layer: int, q: Tensor, out: Tensor) -> None:
