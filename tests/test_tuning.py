@@ -109,7 +109,7 @@ def test_on_a_real_decoder(tmp_path):
 @pytest.mark.parametrize(
     ("options", "name"),
     [({"gammas": [0]}, "gammas"), ({"ratios": []}, "ratios"), ({"ratios": [1.5]}, "ratios"),
-     ({"new_tokens": 1}, "new_tokens")],
+     ({"new_tokens": 1}, "new_tokens"), ({"new_tokens": 10**6}, "new_tokens")],
 )  # fmt: skip
 def test_mistakes_name_the_argument(options, name):
     with pytest.raises(ValueError, match=f"`{name}` must"):

@@ -142,6 +142,9 @@ def tune(
             raise ValueError(f"`{name}` must hold at least one, all within range, got {values!r}")
     if new_tokens < 2:
         raise ValueError(f"`new_tokens` must be at least 2, got {new_tokens}")
+    room = decoder.max_position - max(len(prompt.prompt) for prompt in prompts)
+    if new_tokens > room:
+        raise ValueError(f"`new_tokens` must be at most {room}, what the context leaves, got {new_tokens}")
     gammas, ratios = sorted(set(gammas)), sorted(set(ratios))
     first_gamma = min(gammas, key=lambda g: abs(g - FIRST_GAMMA))
     total = 1 + len(ratios) + len(gammas) + len(ratios)
