@@ -63,10 +63,20 @@ class Session:
         self.model = Qwen3Model.from_pretrained(folder, dtype, device, batch_invariant)
         self.tokenizer = Tokenizer(folder)
 
+    def _room(self, max_new_tokens: int) -> int:
+        """Tokens that a prompt may have, so that the output fits; at least one."""
+        most = self.model.max_position - 1
+        if max_new_tokens > most:
+            raise ValueError(
+                f"`max_new_tokens` must be at most {most}, so that a prompt fits into the model's context, "
+                f"got {max_new_tokens}"
+            )
+        return most + 1 - max_new_tokens
+
     def context(self, asked: int | None, default: int, max_new_tokens: int) -> int:
         """Tokens of a prompt to keep: as many as asked for, or ValueError where they leave no room
         for the output; None: the default, or what there is room for."""
-        room = self.model.max_position - max_new_tokens
+        room = self._room(max_new_tokens)
         if asked is not None and asked > room:
             raise ValueError(
                 f"`context` must be at most {room}, so that `max_new_tokens` ({max_new_tokens}) more fit "
@@ -81,7 +91,7 @@ class Session:
             ids = ids[-keep:] if keep > 0 else []
         if not ids:
             raise ValueError("`prompt` must hold text, got none")
-        limit = self.model.max_position - max_new_tokens
+        limit = self._room(max_new_tokens)
         if len(ids) > limit:
             raise ValueError(
                 f"`prompt` must have at most {limit} tokens, so that `max_new_tokens` ({max_new_tokens}) "

@@ -16,7 +16,7 @@ from vegas_ops.session import PAGE_SIZE, Session, read_text
 from vegas_ops.speculative import Policy, SamplingParams
 from vegas_ops.speculative.tuning import Trial, Tuning, tune
 
-STEPS = ("plain decoding", "1: acceptance by ratio", "2: speed by γ", "3: speed by ratio")
+STEPS = ("plain decoding", "1: accepted by ratio", "2: speed by γ", "3: speed by ratio")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def run_tune(options: TuneOptions, console: Console) -> int:
 
 
 def _table(tuning: Tuning) -> Table:
-    table = Table("step", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("step", no_wrap=True)
     for name in ("γ", "ratio", "accepted", "tokens/iteration", "tokens/s", "speed-up"):
         table.add_column(name, justify="right")
     plain = tuning.trials[0].tokens_per_second
