@@ -130,7 +130,7 @@ __device__ inline void merge_row(const VegasVerifyParams& p, const Workspace& w,
 // The grid is (rows of a row tile, pairs of a row tile and KV head, requests), with more in y that add up dumps. A CTA
 // merges rows_per_cta rows.
 template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(kFinishThreads)
+__global__ void __launch_bounds__(kFinishThreads, kHeadDim > 128 ? 4 : 5)
     verify_finish_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ Workspace w,
                          int rows_per_cta, int merges) {
   cudaGridDependencySynchronize();
