@@ -106,7 +106,7 @@ def test_tune_writes_what_generate_reads(
         "--gammas", 1, 3, "--ratios", 0.1, 0.3,
     )  # fmt: skip
     assert status == 0 and "fastest: " in out
-    for row in ("plain decoding", "1: acceptance by ratio", "2: speed by γ", "3: speed by ratio"):
+    for row in ("plain decoding", "1: accepted by ratio", "2: speed by γ", "3: speed by ratio"):
         assert row in out
     assert (tmp_path / "tuned.png").read_bytes().startswith(b"\x89PNG")
     tuned = Tuning.load(tmp_path / "tuned.json")
@@ -182,7 +182,7 @@ def test_bench_runs_what_the_repository_has(
         (("--temperature", "-1"), "`temperature` must be"),
         (("--prompt", "no such file"), "no such file"),
         (("--model", "no such folder"), "`model` must be a folder, got 'no such folder'"),
-        (("--max-new-tokens", "40000"), "`prompt` must have at most"),
+        (("--max-new-tokens", "40000"), "`max_new_tokens` must be at most"),
     ],
 )
 def test_mistakes_are_one_line(
