@@ -193,8 +193,8 @@ def real_model():
 
 
 def test_greedy_identity_on_a_trained_model(real_model):
-    """Python text of three lengths; every policy and gamma in one batch, some of them alone."""
-    text = Tokenizer(DEMO_MODEL).encode(Path(dataclasses.__file__).read_text())
+    """Text of three lengths; every policy and gamma in one batch, some of them alone."""
+    text = Tokenizer(DEMO_MODEL).encode((Path(__file__).parents[1] / "LICENSE").read_text())
     decoder = SpeculativeDecoder(real_model, new_cache(real_model, 40_000, max_length=4096))
     options = {"max_new_tokens": 24, "ratio": 0.1, "min_tokens": 64}
     bases = [decoder.add(Request(text[:n], gamma=0, **options)) for n in (130, 701, 1500)]
@@ -212,7 +212,7 @@ def test_greedy_identity_on_a_trained_model(real_model):
         alone = Request(bases[2].prompt, policy=policy, gamma=6, **options)
         cache = new_cache(real_model, 2048)
         assert SpeculativeDecoder(real_model, cache).generate([alone]) == [bases[2].output]
-        assert alone.statistics.tokens_per_iteration > 3
+        assert alone.statistics.tokens_per_iteration > 2
 
 
 # Stopping

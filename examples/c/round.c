@@ -28,7 +28,8 @@ enum {
 };
 
 // One page holds K and V of a token side by side, as some engines lay them out: the strides say so.
-static float cache[NUM_PAGES][PAGE_SIZE][2][NUM_HEADS_KV][HEAD_DIM];
+// Rows of q, K and V must be aligned to 16 bytes.
+static _Alignas(16) float cache[NUM_PAGES][PAGE_SIZE][2][NUM_HEADS_KV][HEAD_DIM];
 static int32_t block_table[PAGES];
 
 static float uniform(void) {  // in [-1, 1)
@@ -73,7 +74,7 @@ static double attention_error(const float* q, const float* out, int kv_head, con
 }
 
 int main(void) {
-  static float q[ROWS][NUM_HEADS_Q][HEAD_DIM], out[ROWS][NUM_HEADS_Q][HEAD_DIM], lse[NUM_HEADS_Q][ROWS];
+  static _Alignas(16) float q[ROWS][NUM_HEADS_Q][HEAD_DIM], out[ROWS][NUM_HEADS_Q][HEAD_DIM], lse[NUM_HEADS_Q][ROWS];
   static float scores[KEYS];
   static int positions[KEYS + 1];
   for (size_t i = 0; i < sizeof cache / sizeof(float); ++i) (&cache[0][0][0][0][0])[i] = uniform();
@@ -189,7 +190,7 @@ int main(void) {
   // Draft: had all three drafts been accepted, the next token is at position KEYS. It attends to the chosen slots
   // and to everything from the candidates' end on, itself included.
   const int32_t next_seqused_k = KEYS + 1;
-  static float next_q[NUM_HEADS_Q][HEAD_DIM], next_out[NUM_HEADS_Q][HEAD_DIM], next_lse[NUM_HEADS_Q];
+  static _Alignas(16) float next_q[NUM_HEADS_Q][HEAD_DIM], next_out[NUM_HEADS_Q][HEAD_DIM], next_lse[NUM_HEADS_Q];
   for (size_t i = 0; i < sizeof next_q / sizeof(float); ++i) (&next_q[0][0])[i] = uniform();
   const VegasSparseParams sparse = {
       .cache = paged,
