@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,17 +119,49 @@ def test_tune_writes_what_generate_reads(
     assert cli._speculation(args) == (POLICIES["vegas-lookahead"], tuned.gamma, tuned.ratio)
     args.gamma, args.policy = 4, "full"
     assert cli._speculation(args) == (POLICIES["full"], 4, tuned.ratio)
-    for content in (
-        "{",
-        "[]",
-        '{"trials": []}',
-        (tmp_path / "tuned.json").read_text().replace("lookahead", "x"),
+    good = json.loads((tmp_path / "tuned.json").read_text())
+    for content, message in (
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "recursion"),
+        ("[]", "a tuning must be an object, got []"),
+        (json.dumps({**good, "trials": 3}), "`trials` must be a list, got 3"),
+        (json.dumps({**good, "trials": [7]}), "a trial must be an object, got 7"),
+        (json.dumps({**good, "trials": [{}]}), "a trial must have `step`"),
+        (json.dumps({**good, "gamma": "4"}), "`gamma` must be int, got '4'"),
+        (json.dumps({**good, "gamma": True}), "`gamma` must be int, got True"),
+        (json.dumps({**good, "ratio": None}), "`ratio` must be float, got None"),
+        (json.dumps({**good, "ratio": 7}), "`ratio` must be in [0, 1], got 7"),
+        (json.dumps({**good, "policy": ["x"]}), "`policy` must be str, got ['x']"),
+        (json.dumps({**good, "policy": "x"}), "`policy` must be one of"),
+        (json.dumps({k: v for k, v in good.items() if k != "batch"}), "a tuning must have `batch`"),
     ):
         (tmp_path / "bad.json").write_text(content)
         status, _, err = run(capsys, "generate", *common, "--tuned", tmp_path / "bad.json")
-        assert status == 2 and "`tuned` must be what `vegas-ops tune` wrote" in err
+        assert status == 2 and "`tuned` must be what `vegas-ops tune` wrote" in err and message in err, err
     status, _, err = run(capsys, "tune", *common, "--out", tmp_path / "no" / "folder.json")
     assert status == 2 and "`out` must be a .json file in an existing folder" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gammas", 10**9), "`gammas` must hold at least one, all in [1, 1024), got [1000000000]"),
+        (("--gammas", 4, 0), "`gammas` must"),
+        (("--ratios", 0.1, "nan"), "`ratios` must"),
+        (("--new-tokens", 1), "`new_tokens` must be at least 2"),
+        (("--policy", "best"), "`policy` must be one of"),
+        (("--top-p", 2), "`top_p` must"),
+    ],
+)
+def test_tune_checks_everything_before_it_loads_a_model(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[Any, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr("vegas_ops.tune.Session", None)  # to call it would be another error
+    status, _, err = run(capsys, "tune", "--device", "cpu", *options)
+    assert status == 2 and message in err, err
 
 
 def test_info_names_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,12 @@ def test_fp8_saturates_and_scales(scale):
     assert cache.bytes_per_token == 2 * 2 * 2 * 8
 
 
+@pytest.mark.parametrize("num_pages", (2**45, 2**62))
+def test_more_pages_than_memory_name_the_argument(num_pages):
+    with pytest.raises(ValueError, match=f"`num_pages` must fit into .* got {num_pages} pages"):
+        make(num_pages=num_pages)
+
+
 def test_lengths_are_checked():
     cache = make(max_length=10)
     sequence = cache.new_sequence()

@@ -466,6 +466,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "policy": (refused(policy="best"), "`policy` must be a Policy or one of vegas, "),
     "gamma": (refused(gamma=2.5), "`gamma` must be an integer, got 2.5"),
     "ratio": (refused(ratio=2.0), "`ratio` must be in"),
+    "ratio's type": (refused(ratio="x"), "`ratio` must be a number, got 'x'"),
+    "length": (refused(max_new_tokens=10**5), "`max_new_tokens` must be at most .* got 100000"),
     "stop strings": (refused(stop_strings=["x"]), "`tokenizer` must be given"),
 }  # fmt: skip
 

@@ -99,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--new-tokens", type=_count, default=64, help="of every prompt and setting (%(default)s)"
     )
+    tune.add_argument("--repeats", type=_count, default=3, help="runs of a setting; the median counts")
     tune.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     tune.add_argument("--top-p", type=float, default=1.0)
     tune.add_argument("--out", type=Path, default=Path("vegas-tuned.json"), help="JSON to write")
@@ -291,6 +292,7 @@ def _tune(args: argparse.Namespace) -> int:
         prompts=args.prompt,
         context=args.context,
         new_tokens=args.new_tokens,
+        repeats=args.repeats,
         gammas=args.gammas,
         ratios=args.ratios,
         policy=POLICIES[args.policy],

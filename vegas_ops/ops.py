@@ -49,7 +49,9 @@ def _load_library() -> None:
     library = Path(__file__).with_name("libvegas_torch.so")
     if not library.is_file():
         raise ImportError(
-            f"vegas_ops: {library.name} is missing; build it with `pip install .` in the repository"
+            f"vegas_ops: {library.parent} has no {library.name}: sources that were not built. Build them, "
+            "with `pip install --editable .` in the folder above (torch installed before); where vegas_ops "
+            "is installed already, start Python in another folder"
         )
     try:
         torch.ops.load_library(str(library))

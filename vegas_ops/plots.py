@@ -107,6 +107,7 @@ def plot_tuning(path: Path, tuning: Tuning) -> None:
             panel.axhline(plain, color="gray", linestyle="--", label="plain decoding")
             panel.set(ylabel="tokens/s", title=f"throughput, {fixed}")
             panel.legend()
+            panel.fill_between(x, [t.slowest for t in trials], [t.fastest for t in trials], alpha=0.25)
         panel.plot(x, y, marker="o", color="tab:orange")
         panel.set_ylim(bottom=0)
         panel.set_xlabel("γ, drafts per verification" if step == 2 else "ratio, share of the context")

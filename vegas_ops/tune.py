@@ -14,7 +14,7 @@ from vegas_ops.demo import DEMO_CONTEXT, standard_library_text
 from vegas_ops.plots import plot_tuning
 from vegas_ops.session import PAGE_SIZE, Session, read_text
 from vegas_ops.speculative import Policy, SamplingParams
-from vegas_ops.speculative.tuning import Trial, Tuning, tune
+from vegas_ops.speculative.tuning import Trial, Tuning, check_settings, tune
 
 STEPS = ("plain decoding", "1: accepted by ratio", "2: speed by γ", "3: speed by ratio")
 
@@ -25,6 +25,7 @@ class TuneOptions:
     prompts: list[Path]  # none: the standard library
     context: int | None  # tokens of each prompt at most: its last ones
     new_tokens: int
+    repeats: int
     gammas: list[int]
     ratios: list[float]
     policy: Policy
@@ -39,6 +40,7 @@ class TuneOptions:
 def run_tune(options: TuneOptions, console: Console) -> int:
     """Measures, shows a table, writes the choice and a plot."""
     # Before minutes of work rather than behind them.
+    check_settings(options.gammas, options.ratios, options.new_tokens, options.repeats)
     for name, path, suffix in (("out", options.out, ".json"), ("plot", options.plot, ".png")):
         if path.suffix.lower() != suffix or not path.absolute().parent.is_dir():
             raise ValueError(f"`{name}` must be a {suffix} file in an existing folder, got {str(path)!r}")
@@ -71,15 +73,19 @@ def run_tune(options: TuneOptions, console: Console) -> int:
             gammas=options.gammas,
             ratios=options.ratios,
             new_tokens=options.new_tokens,
+            repeats=options.repeats,
             sampling=options.sampling,
             on_trial=on_trial,
         )
     console.print(_table(tuning))
     plain, best = tuning.trials[0], max(tuning.trials, key=lambda trial: trial.tokens_per_second)
     if tuning.gamma:
+        drafting = [t for t in tuning.trials if t.gamma and (t.gamma, t.ratio) != (best.gamma, best.ratio)]
+        close = {(t.gamma, t.ratio) for t in drafting if t.fastest >= best.slowest}
         console.print(
             f"fastest: [bold]γ = {tuning.gamma}, ratio {tuning.ratio:g}[/], "
-            f"{best.tokens_per_second / plain.tokens_per_second:.2f}x plain decoding",
+            f"{best.tokens_per_second / plain.tokens_per_second:.2f}x plain decoding"
+            + (f"; {len(close)} other settings within its range of {options.repeats} runs" if close else ""),
             highlight=False,
         )
     else:
@@ -93,7 +99,7 @@ def run_tune(options: TuneOptions, console: Console) -> int:
 def _table(tuning: Tuning) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("step", no_wrap=True)
-    for name in ("γ", "ratio", "accepted", "tokens/iteration", "tokens/s", "speed-up"):
+    for name in ("γ", "ratio", "accepted", "tokens/iteration", "tokens/s", "from", "to", "speed-up"):
         table.add_column(name, justify="right")
     plain = tuning.trials[0].tokens_per_second
     for trial in tuning.trials:
@@ -102,7 +108,7 @@ def _table(tuning: Tuning) -> Table:
             STEPS[trial.step],
             *(drafts if trial.gamma else ("", "", "")),
             f"{trial.tokens_per_iteration:.2f}",
-            f"{trial.tokens_per_second:.1f}",
+            *(f"{speed:.1f}" for speed in (trial.tokens_per_second, trial.slowest, trial.fastest)),
             f"{trial.tokens_per_second / plain:.2f}x",
             style="bold" if trial.step == 3 and trial.ratio == tuning.ratio else "",
         )

@@ -67,21 +67,32 @@ def test_case_097_import_needs_no_prior_torch() -> None:
     assert result.stdout.strip() == vegas_ops.__version__
 
 
-def test_case_097_binary_that_does_not_load_names_both_versions(tmp_path: Path) -> None:
-    shutil.copytree(
-        PACKAGE, tmp_path / "vegas_ops", ignore=shutil.ignore_patterns("*.so", "data", "__pycache__")
-    )
-    (tmp_path / "vegas_ops" / "libvegas_torch.so").write_bytes(b"not a library")
+def import_without_binaries(folder: Path) -> str:
+    """The last line of what importing the package's sources in a folder says."""
+    ignore = shutil.ignore_patterns("*.so", "data", "__pycache__")
+    shutil.copytree(PACKAGE, folder / "vegas_ops", ignore=ignore, dirs_exist_ok=True)
     result = subprocess.run(
         [sys.executable, "-c", "import vegas_ops"],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        cwd=folder,
     )
-    last = result.stderr.strip().splitlines()[-1]
     assert result.returncode != 0
+    return result.stderr.strip().splitlines()[-1]
+
+
+def test_case_097_binary_that_does_not_load_names_both_versions(tmp_path: Path) -> None:
+    (tmp_path / "vegas_ops").mkdir()
+    (tmp_path / "vegas_ops" / "libvegas_torch.so").write_bytes(b"not a library")
+    last = import_without_binaries(tmp_path)
     assert f"torch {torch.__version__}" in last and "2.10 or newer" in last
+
+
+def test_sources_that_were_not_built_say_what_to_do(tmp_path: Path) -> None:
+    last = import_without_binaries(tmp_path)
+    assert f"{tmp_path / 'vegas_ops'} has no libvegas_torch.so" in last
+    assert "`pip install --editable .`" in last and "start Python in another folder" in last
 
 
 def test_case_097_torch_too_old_is_refused_before_compiling(

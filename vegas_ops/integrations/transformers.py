@@ -23,7 +23,12 @@ from torch.nn.functional import pad
 
 # isort: split
 # Its checks of transformers come first.
-from vegas_ops.integrations.transformers_model import MODEL_TYPES, TransformersModel, check_class
+from vegas_ops.integrations.transformers_model import (
+    MODEL_TYPES,
+    TransformersModel,
+    check_class,
+    rope_parameters,
+)
 
 # isort: split
 from transformers import GenerationConfig, PreTrainedModel
@@ -99,8 +104,8 @@ def generate(
     min_tokens: int = 256,
     **kwargs: Any,
 ) -> Any:
-    """`model.generate(...)` by self-speculation: the greedy output is the same, sampled output has
-    the same distribution.
+    """`model.generate(...)` by self-speculation: the greedy output is the same (in fp32 on the CPU;
+    elsewhere near ties may fall otherwise), sampled output has the same distribution.
 
     Takes what `model.generate` takes, for greedy decoding and sampling. Works as
     `model.generate(..., custom_generate=generate, gamma=6)` too, but transformers withholds
@@ -137,6 +142,8 @@ def generate(
         if kwargs.get(name) not in (None, False):
             raise ValueError(f"`{name}` must not be given, got {type(kwargs[name]).__name__}")
     kwargs.pop("custom_generate", None)
+    asked = model.generation_config if generation_config is None else generation_config
+    _check_cache(kwargs.get("cache_implementation", asked.cache_implementation))  # before it is made
     generation_config, stopping_criteria = _with_stop_strings(
         model, generation_config, stopping_criteria, kwargs
     )
@@ -240,6 +247,7 @@ def _decode(
     prompts = _prompts(input_ids, model_kwargs)
     max_length = stopping_criteria.max_length or generation_config.max_length
     max_new_tokens = max_length - input_ids.shape[1]
+    _check_length(model.config, max(map(len, prompts)), max_new_tokens)
     batched = all(type(p) in _WITHOUT_HISTORY for p in logits_processor)
 
     def process(logits: Tensor) -> Tensor:
@@ -371,9 +379,7 @@ def _check_call(config: Any, processors: Any, model_kwargs: dict[str, Any]) -> N
     for name in ("output_attentions", "output_hidden_states", "output_logits", "output_scores"):
         if getattr(config, name, None):
             raise ValueError(f"`{name}` must be False, got True: rows are verified by blocks")
-    kind = str(config.cache_implementation or "")
-    if kind.startswith(("quantized", "offloaded")):
-        raise ValueError(f"`cache_implementation` must be None, got {kind!r}: the cache is vegas_ops' own")
+    _check_cache(config.cache_implementation)
     for processor in processors:
         for kind, message in _WITH_STATE.items():
             if isinstance(processor, kind):
@@ -385,6 +391,27 @@ def _check_call(config: Any, processors: Any, model_kwargs: dict[str, Any]) -> N
                 raise ValueError(f"`{name}` must not be given: the cache is vegas_ops' own")
         elif name not in _MODEL_KWARGS and value is not None and value is not False:
             raise ValueError(f"`{name}` must not be given, got {type(value).__name__}: it would not count")
+
+
+def _check_cache(implementation: Any) -> None:
+    if str(implementation or "").startswith(("quantized", "offloaded")):
+        raise ValueError(
+            f"`cache_implementation` must be None, got {implementation!r}: the cache is vegas_ops' own"
+        )
+
+
+def _check_length(config: Any, prompt: int, max_new_tokens: int) -> None:
+    context = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        return
+    for rope in rope_parameters(getattr(config, "rope_parameters", None)):  # longer by YaRN, for one
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        context = max(context, int((rope.get("factor") or 1) * original))
+    if prompt + max_new_tokens > context:
+        raise ValueError(
+            f"`max_new_tokens` must be at most {max(context - prompt, 0)}, what the model's context of "
+            f"{context} tokens leaves behind a prompt of {prompt}, got {max_new_tokens}"
+        )
 
 
 def _integer(name: str, value: Any) -> int:

@@ -260,8 +260,8 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"`model` must have a language modelling head, got {name}; load a ForCausalLM class")
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError("`use_bidirectional_attention` must be False, got True: drafts see the past alone")
-    for kind in _rope_types(getattr(config, "rope_parameters", None)):
-        if kind in ("dynamic", "longrope"):
+    for rope in rope_parameters(getattr(config, "rope_parameters", None)):
+        if (kind := rope["rope_type"]) in ("dynamic", "longrope"):
             raise ValueError(
                 f"`rope_type` must not be {kind!r}, whose frequencies depend on the whole batch; "
                 "use 'yarn' or 'linear', or the model's own `generate`"
@@ -277,10 +277,10 @@ def _check_model(model: Any) -> None:
         raise ValueError("`model` must be whole on one device, got one that DeepSpeed ZeRO-3 or FSDP shards")
 
 
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """Of one set of parameters, or of one for each type of layer."""
+def rope_parameters(parameters: Any) -> Iterator[dict[str, Any]]:
+    """The sets of parameters in a config: one, or one for each type of layer."""
     if isinstance(parameters, dict):
         if "rope_type" in parameters:
-            yield parameters["rope_type"]
+            yield parameters
         for value in parameters.values():
-            yield from _rope_types(value)
+            yield from rope_parameters(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -97,8 +98,16 @@ class PagedKVCache:
         # Zeroed, not empty: a page may be gathered by torch code that multiplies before it masks.
         # One page more than is given out takes what padded rows write.
         padded = (num_layers, num_pages + 1, page_size, num_heads_kv, head_dim)
-        self._k = torch.zeros(padded, dtype=dtype, device=device)
-        self._v = torch.zeros(padded, dtype=dtype, device=device)
+        try:
+            self._k, self._v = (torch.zeros(padded, dtype=dtype, device=device) for _ in range(2))
+        except RuntimeError as error:
+            if not re.search(r"memory|overflow", str(error)):
+                raise
+            gib = 2 * math.prod(padded) * dtype.itemsize / 2**30
+            raise ValueError(
+                f"`num_pages` must fit into the memory of {self.device}, got {num_pages} pages of "
+                f"{page_size} tokens, {gib:,.1f} GiB of K and V"
+            ) from None
         self.k, self.v = self._k[:, :num_pages], self._v[:, :num_pages]
         self.unused_slot = num_pages * page_size
         self._key_bounds: dict[int, Tensor] = {}  # by block size

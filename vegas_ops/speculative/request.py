@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal
 
 from vegas_ops.speculative.kv_cache import CacheSequence
@@ -101,8 +102,13 @@ class Request:
         if not isinstance(self.policy, Policy):
             raise TypeError(f"`policy` must be a Policy, such as POLICIES['vegas'], got {self.policy!r}")
         for name in ("gamma", "max_new_tokens", "min_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must be >= 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise TypeError(f"`{name}` must be an integer, got {value!r}")
+            if value < 0:
+                raise ValueError(f"`{name}` must be >= 0, got {value}")
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real):
+            raise TypeError(f"`ratio` must be a number, got {self.ratio!r}")
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"`ratio` must be in [0, 1], got {self.ratio}")
         self.tokens = list(self.prompt)

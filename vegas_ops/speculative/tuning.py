@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,15 @@ from vegas_ops.speculative.selection import Policy
 GAMMAS = (2, 3, 4, 5, 6, 7, 8, 10)
 RATIOS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15)
 FIRST_GAMMA = 6
+MAX_GAMMA = 1024  # far beyond what pays anywhere
+REPEATS = 3  # runs of a setting
 SATURATED = 0.02  # acceptance within this of the best counts as the best
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting, measured. step: 1 to 3, 0 for plain decoding; acceptance: accepted drafts of all."""
+    """One setting, measured. step: 1 to 3, 0 for plain decoding; acceptance: accepted drafts of all;
+    tokens_per_second: the median of the repeats, between `slowest` and `fastest`."""
 
     step: int
     gamma: int
@@ -38,6 +42,8 @@ class Trial:
     acceptance: float
     tokens_per_iteration: float
     tokens_per_second: float
+    slowest: float
+    fastest: float
 
 
 @dataclass(frozen=True)
@@ -63,15 +69,32 @@ class Tuning:
     def load(path: Path) -> Tuning:
         """Reads what `save` wrote; ValueError, naming the file, for anything else."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            trials = tuple(Trial(**trial) for trial in values.pop("trials"))
+            values = _fields_of(Tuning, json.loads(path.read_text(encoding="utf-8")))
+            if not isinstance(values["trials"], list):
+                raise ValueError(f"`trials` must be a list, got {values['trials']!r}")
+            trials = tuple(Trial(**_fields_of(Trial, trial)) for trial in values.pop("trials"))
             tuning = Tuning(**values, trials=trials)
             Request([0], policy=POLICIES[tuning.policy], gamma=tuning.gamma, ratio=tuning.ratio)
         except OSError as error:
             raise ValueError(f"`tuned` must be a readable file: {path}: {error.strerror}") from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"`tuned` must be what `vegas-ops tune` wrote: {path}: {error}") from None
         return tuning
+
+
+def _fields_of(record: type, values: Any) -> dict[str, Any]:
+    """What a JSON object says of a record's fields, all there and of their types; else ValueError."""
+    name = record.__name__.lower()
+    if not isinstance(values, dict):
+        raise ValueError(f"a {name} must be an object, got {values!r:.80}")
+    for field in fields(record):
+        if field.name not in values:
+            raise ValueError(f"a {name} must have `{field.name}`")
+        value, kind = values[field.name], field.type
+        kinds = {"int": (int,), "float": (int, float), "str": (str,)}.get(str(kind), (object,))
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kind != "bool"):
+            raise ValueError(f"`{field.name}` must be {kind}, got {value!r:.80}")
+    return {field.name: values[field.name] for field in fields(record)}
 
 
 class Decoded(NamedTuple):
@@ -115,6 +138,21 @@ def now(decoder: SpeculativeDecoder) -> float:
     return time.perf_counter()
 
 
+def check_settings(gammas: Sequence[int], ratios: Sequence[float], new_tokens: int, repeats: int) -> None:
+    """ValueError, naming the argument, for what `tune` would refuse of these whatever the model."""
+    for name, values, ok in (
+        ("gammas", gammas, all(1 <= g < MAX_GAMMA for g in gammas)),
+        ("ratios", ratios, all(0 < r <= 1 for r in ratios)),
+    ):
+        if not values or not ok:
+            span = f"[1, {MAX_GAMMA})" if name == "gammas" else "(0, 1]"
+            raise ValueError(f"`{name}` must hold at least one, all in {span}, got {list(values)}")
+    if new_tokens < 2:
+        raise ValueError(f"`new_tokens` must be at least 2, got {new_tokens}")
+    if repeats < 1:
+        raise ValueError(f"`repeats` must be at least 1, got {repeats}")
+
+
 def tune(
     decoder: SpeculativeDecoder,
     prompts: Sequence[Request],
@@ -123,6 +161,7 @@ def tune(
     gammas: Sequence[int] = GAMMAS,
     ratios: Sequence[float] = RATIOS,
     new_tokens: int = 64,
+    repeats: int = REPEATS,
     min_tokens: int = 256,
     sampling: SamplingParams | None = None,
     on_trial: Callable[[Trial, int], None] | None = None,
@@ -130,18 +169,12 @@ def tune(
     """Measures and chooses. prompts: held by the decoder, decoded together; new_tokens: of each, at
     every setting. on_trial(trial, total) after every trial; total: trials in all, at most.
 
-    Seconds are of a second run of the same setting; the first one warms up and captures graphs. A
+    A setting's speed is the median of `repeats` runs; one before them warms up and captures graphs. A
     setting that comes up twice is measured once.
     """
-    for name, values, ok in (
-        ("prompts", prompts, True),
-        ("gammas", gammas, all(g >= 1 for g in gammas)),
-        ("ratios", ratios, all(0 < r <= 1 for r in ratios)),
-    ):
-        if not values or not ok:
-            raise ValueError(f"`{name}` must hold at least one, all within range, got {values!r}")
-    if new_tokens < 2:
-        raise ValueError(f"`new_tokens` must be at least 2, got {new_tokens}")
+    check_settings(gammas, ratios, new_tokens, repeats)
+    if not prompts:
+        raise ValueError("`prompts` must hold at least one, got none")
     room = decoder.max_position - max(len(prompt.prompt) for prompt in prompts)
     if new_tokens > room:
         raise ValueError(f"`new_tokens` must be at most {room}, what the context leaves, got {new_tokens}")
@@ -158,14 +191,15 @@ def tune(
                 "sampling": sampling or SamplingParams(),
             }  # fmt: skip
             decode_together(decoder, prompts, min(new_tokens, 3 * (gamma + 1) + 1), **options)
-            decoded = decode_together(decoder, prompts, new_tokens, **options)
-            s = [request.statistics for request in decoded.requests]
+            runs = [decode_together(decoder, prompts, new_tokens, **options) for _ in range(repeats)]
+            speeds = [decoded.tokens_per_second for decoded in runs]
+            s = [request.statistics for decoded in runs for request in decoded.requests]
             drafted = sum(x.drafted for x in s)
             known = Trial(
                 step, gamma, ratio,
                 acceptance=sum(x.accepted for x in s) / drafted if drafted else 0.0,
                 tokens_per_iteration=sum(x.tokens for x in s) / sum(x.iterations for x in s),
-                tokens_per_second=decoded.tokens_per_second,
+                tokens_per_second=median(speeds), slowest=min(speeds), fastest=max(speeds),
             )  # fmt: skip
         else:
             known = Trial(**{**asdict(known), "step": step})
