@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 NATIVE := 'csrc/*' 'tests/native/*.cpp' 'tests/native/*.h' 'examples/c/*.c'
 SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test test-vllm bench lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vegas-ops demo $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(VENV)-vllm/.installed
+	$(VENV)-vllm/bin/pytest tests/test_vllm.py tests/test_vllm_engine.py $(ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/vegas-ops bench $(ARGS)
@@ -29,7 +32,7 @@ format: $(VENV)/.lint
 	$(BIN)/clang-format -i $$(git ls-files $(NATIVE))
 
 clean:
-	rm -rf build $(VENV) vegas_ops/*.so
+	rm -rf build $(VENV) $(VENV)-vllm vegas_ops/*.so
 
 $(VENV)/.torch: tools/environment.sh
 	@echo "Setting up $(VENV): torch and what it needs"
@@ -45,6 +48,11 @@ $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	  fi; \
 	done; \
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --editable ".[test]"
+	touch $@
+
+$(VENV)-vllm/.installed: tools/vllm_environment.sh $(SOURCES) $(shell find vegas_ops -name '*.py')
+	@echo "Setting up $(VENV)-vllm: vLLM for CPUs, and vegas_ops for it: some minutes"
+	tools/vllm_environment.sh $(VENV)-vllm $(PYTHON)
 	touch $@
 
 # Not as an extra of the package: that would build it once more.

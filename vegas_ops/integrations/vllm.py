@@ -101,6 +101,12 @@ def _check_speculation(vllm_config: Any) -> None:
             '{"method": "draft_model", "model": MODEL, "num_speculative_tokens": 6}'
         )
     if speculation.method == "custom_class" and speculation.model == CUSTOM_CLASS:
+        scheduler = vllm_config.scheduler_config.scheduler_cls
+        if scheduler != CUSTOM_SCHEDULER:
+            raise ValueError(
+                f"vegas_ops: `scheduler_cls` must be {CUSTOM_SCHEDULER!r}, got {scheduler!r}: drafts write "
+                "to slots that vLLM's own does not reserve"
+            )
         return
     target = vllm_config.model_config.model
     if speculation.target_model_config is not None:

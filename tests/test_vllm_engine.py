@@ -1,0 +1,308 @@
+"""The plugin in whole vLLM engines, on the CPU in fp32: what they emit is what they emit without it.
+
+Engines run one after the other in this process; with tensor parallelism vLLM starts workers, which
+find the plugin by its entry point.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from toy_speculation import p_value
+
+pytest.importorskip("vllm")
+
+# Read when vLLM is imported or starts its engine.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    HF_HUB_OFFLINE="1",
+)
+
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from vegas_ops.integrations import vllm as plugin
+from vegas_ops.integrations.vllm_proposer import SelfDraftProposer
+from vegas_ops.session import DEMO_MODEL
+
+GAMMA = 4
+FEW = {"min_tokens": 8}  # of some hundreds: drafts differ from the target
+# A scheduler that is always short of rows and pages: prompts come in chunks, among verifications, and
+# requests are preempted.
+TIGHT = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 34, "block_size": 32, "max_num_seqs": 6}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Random weights whose next token depends on the text, and is seldom a close call."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    random_model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=320, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+            num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
+            tie_word_embeddings=False, eos_token_id=0, bos_token_id=0, pad_token_id=1,
+        )
+    )  # fmt: skip
+    for parameter in random_model.parameters():
+        if parameter.dim() == 2:
+            parameter.data *= 3
+    random_model.save_pretrained(folder)
+    return str(folder)
+
+
+@contextmanager
+def engine(model: str, options: dict[str, Any] | None = None, **changes: Any) -> Iterator[LLM]:
+    """vLLM, with the plugin if options are given."""
+    arguments: dict[str, Any] = {
+        "model": model, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4, "enforce_eager": True,
+        "disable_log_stats": False, "skip_tokenizer_init": True, "seed": 0,
+    }  # fmt: skip
+    if options is not None:
+        arguments["additional_config"] = {"vegas_ops": options}
+        arguments["speculative_config"] = {
+            "method": "draft_model", "model": model, "num_speculative_tokens": GAMMA
+        }  # fmt: skip
+    llm = LLM(**{**arguments, **changes})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 320, (n,), generator=generator).tolist() for n in lengths]
+
+
+def generate(llm: LLM, texts: list[list[int]], **sampling: Any) -> list[list[int]]:
+    parameters = {"temperature": 0, "max_tokens": 100, "ignore_eos": True, "detokenize": False, **sampling}
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=ids) for ids in texts], SamplingParams(**parameters), use_tqdm=False
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def metric(llm: LLM, name: str) -> int:
+    return int(sum(m.value for m in llm.get_metrics() if m.name == f"vllm:{name}"))
+
+
+def accepted(llm: LLM) -> tuple[int, int, int]:
+    """Verifications, drafts, accepted drafts since the engine started, as vLLM exports them."""
+    return (
+        metric(llm, "spec_decode_num_drafts"),
+        metric(llm, "spec_decode_num_draft_tokens"),
+        metric(llm, "spec_decode_num_accepted_tokens"),
+    )
+
+
+TEXTS = prompts(300, 20, 150, 40, 5, 470, 310)
+TEXTS += [TEXTS[0] + [7, 8, 9], TEXTS[5][:256]]  # prefixes of others
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> list[list[int]]:
+    """What vLLM emits without speculation."""
+    with engine(model) as llm:
+        return generate(llm, TEXTS)
+
+
+def test_the_plugin_is_installed() -> None:
+    found = entry_points(group="vllm.general_plugins")
+    assert {point.load() for point in found if point.name == "vegas_ops"} == {plugin.register}
+
+
+@pytest.mark.parametrize("policy", ["vegas", "vegas-lookahead"])
+def test_greedy_output_is_that_of_plain_vllm(model: str, plain: list[list[int]], policy: str) -> None:
+    with engine(model, {"policy": policy, **FEW}) as llm:
+        assert generate(llm, TEXTS) == plain
+        verifications, drafts, kept = accepted(llm)
+        assert drafts == GAMMA * verifications and 0 < kept < drafts
+        assert kept + verifications >= sum(len(tokens) - 1 for tokens in plain)
+        again = generate(llm, TEXTS)
+        assert again == plain
+        assert metric(llm, "prefix_cache_hits") > sum(map(len, TEXTS)) / 2
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_chunked_prompts_prefixes_and_preemption(model: str, plain: list[list[int]], fallback: bool) -> None:
+    changes: dict[str, Any] = dict(TIGHT)
+    if fallback:
+        changes["speculative_config"] = {
+            "method": "custom_class", "model": plugin.CUSTOM_CLASS, "num_speculative_tokens": GAMMA
+        }  # fmt: skip
+        changes["scheduler_cls"] = plugin.CUSTOM_SCHEDULER
+    with engine(model, FEW, **changes) as llm:
+        assert generate(llm, TEXTS) == plain
+        assert metric(llm, "num_preemptions") > 0
+        assert metric(llm, "prefix_cache_hits") > 0
+        _, drafts, kept = accepted(llm)
+        assert 0 < kept < drafts
+
+
+def test_drafts_that_see_everything_are_all_accepted(model: str, plain: list[list[int]]) -> None:
+    # Sampled ones too, by their true probabilities.
+    speculation = {
+        "method": "draft_model", "model": model, "num_speculative_tokens": GAMMA,
+        "draft_sample_method": "probabilistic",
+    }  # fmt: skip
+    with engine(model, {"ratio": 1.0}, speculative_config=speculation) as llm:
+        assert generate(llm, TEXTS) == plain
+        _, drafts, kept = accepted(llm)
+        assert kept == drafts
+        generate(llm, TEXTS, temperature=1.0)
+        _, more_drafts, more_kept = accepted(llm)
+        # Rounding, between a draft's probability and the target's, rejects one of very many.
+        assert more_drafts - drafts - (more_kept - kept) <= 2
+
+
+def test_sampled_output_has_the_distribution_of_plain_vllm(model: str) -> None:
+    """Of the third token after a prompt, with probable drafts of which a part is rejected."""
+    text, count, length = prompts(400, seed=5), 3000, 3
+    sampling = {"temperature": 0.9, "top_p": 0.95, "max_tokens": length}
+
+    def third_tokens(llm: LLM) -> Tensor:
+        return torch.tensor([tokens[-1] for tokens in generate(llm, text * count, **sampling)])
+
+    size = {"max_num_seqs": 128}
+    with engine(model, **size) as llm:
+        expected = third_tokens(llm).bincount(minlength=320)
+    speculation = {
+        "method": "draft_model", "model": model, "num_speculative_tokens": 2,
+        "draft_sample_method": "probabilistic",
+    }  # fmt: skip
+    with engine(model, FEW, speculative_config=speculation, **size) as llm:
+        counts = third_tokens(llm).bincount(minlength=320)
+        _, drafts, kept = accepted(llm)
+    assert 0.05 * drafts < kept < 0.95 * drafts
+    assert p_value_of_two(counts, expected) > 1e-4
+
+
+def p_value_of_two(a: Tensor, b: Tensor) -> float:
+    """Chi-square of homogeneity of two samples of equal size; rare cells are pooled."""
+    common = (a + b) >= 20
+    table = torch.stack([torch.cat([x[common], x[~common].sum()[None]]) for x in (a, b)]).double()
+    mean = table.mean(0)
+    # The sum over both rows is twice that of one, as its deviations from the mean are equal.
+    return p_value(mean + (table[0] - mean) * 2**0.5, mean)
+
+
+def test_logprobs_are_those_of_plain_vllm(model: str) -> None:
+    def logprobs(llm: LLM) -> list[Any]:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=20, ignore_eos=True, detokenize=False, logprobs=2, prompt_logprobs=2
+        )
+        outputs = llm.generate(
+            [TokensPrompt(prompt_token_ids=ids) for ids in TEXTS[:4]], sampling, use_tqdm=False
+        )
+        return [
+            [
+                {token: entry.logprob for token, entry in row.items()}
+                for row in [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+            ]
+            for output in outputs
+        ]
+
+    with engine(model) as llm:
+        expected = logprobs(llm)
+    with engine(model, FEW) as llm:
+        found = logprobs(llm)
+    for ours, theirs in zip(found, expected, strict=True):
+        for row, other in zip(ours, theirs, strict=True):
+            for token in row.keys() & other.keys():
+                assert row[token] == pytest.approx(other[token], abs=1e-3)
+            assert row.keys() & other.keys()
+
+
+def test_real_text_with_the_packaged_model() -> None:
+    import tokenizers
+
+    source = Path(tarfile.__file__).read_text()
+    ids = tokenizers.Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(source).ids
+    texts = [ids[:3000], ids[:1500], ids[1000:2500]]
+    size = {"max_model_len": 4096, "max_num_batched_tokens": 1024, "max_num_seqs": 3}
+    with engine(str(DEMO_MODEL), **size) as llm:
+        expected = generate(llm, texts, max_tokens=100)
+    with engine(str(DEMO_MODEL), {"policy": "vegas-lookahead", "min_tokens": 64}, **size) as llm:
+        assert generate(llm, texts, max_tokens=100) == expected
+        _, drafts, kept = accepted(llm)
+        # The text goes on as it began, and the policy follows it.
+        assert kept > 0.6 * drafts
+
+
+def test_without_its_key_draft_models_are_as_before(model: str, plain: list[list[int]]) -> None:
+    with engine(model, {}, additional_config={}) as llm:
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        assert type(runner.drafter) is DraftModelProposer
+        assert generate(llm, TEXTS) == plain
+    with engine(model, {}) as llm:
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        assert type(runner.drafter) is SelfDraftProposer
+
+
+@pytest.mark.parametrize("sync", ["local", "allreduce"])
+def test_tensor_parallelism(
+    model: str, plain: list[list[int]], sync: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(model, FEW) as llm:
+        generate(llm, TEXTS)
+        alone = accepted(llm)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    with engine(model, {"selection_sync": sync, **FEW}, tensor_parallel_size=2) as llm:
+        assert generate(llm, TEXTS) == plain
+        statistics = accepted(llm)
+    # Ranks that select by their own heads draft otherwise.
+    assert (statistics == alone) == (sync == "allreduce")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "`pipeline_parallel_size` must be 1, got 2"),
+        ({"kv_cache_dtype": "fp8"}, "`kv_cache_dtype` must be 'auto', got 'fp8'"),
+        ({"speculative_config": None}, "`speculative_config` must be given, got None"),
+        ({"additional_config": {"vegas_ops": {"gamma": 4}}}, "must have no keys but"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+            "must have the method 'draft_model'",
+        ),
+        ({"additional_config": {"vegas_ops": {"policy": "x"}}}, "`policy` must be one of"),
+    ],
+)
+def test_configurations_are_refused_at_start(model: str, changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "model": model, "dtype": "float32", "max_model_len": 1024, "additional_config": {"vegas_ops": {}},
+        "speculative_config": {"method": "draft_model", "model": model, "num_speculative_tokens": GAMMA},
+        **changes,
+    }  # fmt: skip
+    with pytest.raises(Exception, match=message):
+        EngineArgs(**arguments).create_engine_config()
+
+
+def test_models_with_other_attention_are_refused(model: str, tmp_path: Path) -> None:
+    config = Qwen3Config.from_pretrained(model)
+    config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 64, 0
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    with (
+        pytest.raises(Exception, match="plain causal attention in every layer, got a sliding window"),
+        engine(str(tmp_path), {}),
+    ):
+        pass
