@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -370,6 +371,67 @@ def test_workspace_refuses(device: torch.device, arguments: dict[str, Any]) -> N
     }  # fmt: skip
     with pytest.raises((ValueError, TypeError), match=f"`{next(iter(arguments))}`"):
         vegas_ops.make_workspace(**{**call, **arguments})
+
+
+def halves(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Two views that take turns in one buffer and share nothing."""
+    both = torch.full((*like.shape[:-2], 2 * like.shape[-2], like.shape[-1]), SENTINEL).to(like)
+    return both[..., : like.shape[-2], :], both[..., like.shape[-2] :, :]
+
+
+def floats_of(t: Tensor, *shape: int) -> Tensor:
+    """The beginning of a tensor's memory under another name."""
+    return t.view(-1).view(torch.float32)[: math.prod(shape)].view(shape)
+
+
+# (output named by the error, what makes it share memory).
+OVERLAPS: list[tuple[str, str, Change]] = [
+    ("verify", "out", lambda c: c.update(out=c["q"])),
+    ("verify", "out", lambda c: c.update(out=c["k_cache"].view(-1)[: c["q"].numel()].view(c["q"].shape))),
+    ("verify", "out", lambda c: c.update(out=c["out"][:1].expand_as(c["out"]))),
+    ("verify", "lse", lambda c: c.update(lse=c["logits"].view(-1)[:16].view(4, 4))),
+    ("verify", "logits", lambda c: c.update(logits=c["logits"][:1].expand(2, -1))),
+    ("verify", "logits", lambda c: c.update(logits=floats_of(c["k_cache"], 2, 40))),
+    ("verify", "guide_lse", lambda c: c.update(guide_lse=c["guide_lse_hint"])),
+    ("sparse", "out", lambda c: c.update(out=c["q"])),
+    ("sparse", "out", lambda c: c.update(out=c["v_cache"].view(-1)[: c["q"].numel()].view(c["q"].shape))),
+    ("sparse", "out", lambda c: c.update(lse=floats_of(c["out"], *c["lse"].shape))),
+    ("select", "indices", lambda c: c.update(block_table=c["indices"][:, :4])),
+    ("select", "indices", lambda c: c.update(topk_length=c["indices"].view(-1)[3:5])),
+    ("select", "topk_length", lambda c: c.update(topk_length=c["seqlens"])),
+    ("select", "topk_length", lambda c: c.update(topk_length=c["k"])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(OVERLAPS)))
+def test_outputs_that_share_memory(device: torch.device, number: int) -> None:
+    """With an input, with one another or with themselves: refused, whatever the device."""
+    kind, name, change = OVERLAPS[number]
+    op, base = {
+        "verify": (vegas_ops.flash_attn_with_logit_dump, base_verify),
+        "sparse": (vegas_ops.sparse_paged_decode, base_sparse),
+        "select": (vegas_ops.topk_aggregate_logits, base_select),
+    }[kind]
+    call = base(device)
+    change(call)
+    refused(op, call, name)
+
+
+def test_sums_that_share_memory(device: torch.device) -> None:
+    logits = torch.randn(2, 2, 3, 50, device=device)
+    call = {"logits": logits, "dump": "kv_head", "seqlens": int32((50, 20), device)}
+    for out in (logits[:, 0, 0], logits[0, 0, :1].expand(2, -1)):
+        refused(vegas_ops.aggregate_logits, {**call, "out": out}, "out")
+
+
+def test_views_that_take_turns_share_nothing(device: torch.device) -> None:
+    """Output and query may be parts of one wider buffer, as those of fused projections are."""
+    call = base_verify(device)
+    want = vegas_ops.flash_attn_with_logit_dump(**call)
+    q, out = halves(call["q"])
+    q.copy_(call["q"])
+    got = vegas_ops.flash_attn_with_logit_dump(**{**call, "q": q, "out": out})
+    assert torch.equal(got.out, want.out) and torch.equal(q, call["q"])
 
 
 def test_table_without_columns_on_the_cpu() -> None:

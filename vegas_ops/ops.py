@@ -11,7 +11,9 @@ are views ``(num_pages, page_size, num_heads_kv, head_dim)`` with any page, toke
 cache slots at or beyond a length are never touched. A page id or index that is negative or outside the
 cache within the counted range is skipped as if masked. A row that sees no key yields out 0 and lse -inf.
 NaN in visible data propagates. Bad arguments raise an error that names the argument: ``ValueError``,
-or ``TypeError`` and ``RuntimeError`` for what has another type.
+or ``TypeError`` and ``RuntimeError`` for what has another type. Outputs must not share memory with
+inputs or with one another. ``VEGAS_OPS_CHECK=1`` makes wrong values of lengths, pages and lists errors
+too, on a GPU by waiting for it in every call (docs/untrusted.md).
 """
 
 from __future__ import annotations

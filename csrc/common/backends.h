@@ -28,6 +28,10 @@ int sparse_portable(const VegasSparseParams&, void* stream);
 size_t verify_portable_workspace(const VegasBounds&);
 size_t select_portable_workspace(const VegasBounds&);
 size_t sparse_portable_workspace(const VegasBounds&);
+// The rules of an op's values.h on device data.
+int verify_values_cuda(const VegasVerifyParams&, void* stream);
+int select_values_cuda(const VegasSelectParams&, void* stream);
+int sparse_values_cuda(const VegasSparseParams&, void* stream);
 #endif
 
 #ifdef VEGAS_WITH_HOPPER

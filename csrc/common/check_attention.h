@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdint.h>
 
+#include "common/check_overlap.h"
 #include "common/status.h"
 
 namespace vegas_ops {
@@ -39,6 +40,13 @@ inline int check_cache(const VegasPagedCache& cache, VegasDtype q_dtype, int num
   VEGAS_CHECK(cache.max_pages >= 0, "`block_table` must have 0 columns or more, got %d", cache.max_pages);
   if (int status = check_view(cache, cache.k, "k_cache")) return status;
   return check_view(cache, cache.v, "v_cache");
+}
+
+inline Span cache_span(const VegasPagedCache& cache, const VegasCacheView& view, const char* name) {
+  return Span(name, view.data, element_bytes(cache.dtype), cache.head_dim,
+              {{cache.num_pages, view.stride_page},
+               {cache.page_size, view.stride_token},
+               {cache.num_heads_kv, view.stride_head}});
 }
 
 inline int check_workspace(const void* workspace) {

@@ -1,6 +1,8 @@
 // Arguments of topk_aggregate_logits and aggregate_logits: what can be told without reading device data
 // is checked on every device; lengths and tables only on the CPU, where they are host data.
+#include "common/check_overlap.h"
 #include "common/dispatch.h"
+#include "select/values.h"
 
 namespace vegas_ops {
 namespace {
@@ -41,6 +43,39 @@ int check_dump(const VegasSelectParams& p) {
     VEGAS_CHECK(!raw || p.cu_seqlens_q, "`cu_seqlens_q` must be given for weights, got none");
   }
   return VEGAS_OK;
+}
+
+int check_memory(const VegasSelectParams& p) {
+  const int64_t layers = p.layers, batch = p.batch, heads = p.num_heads, lists = p.per_kv_head ? heads : 1;
+  const int64_t lists_in_all = layers * batch * lists;
+  const int64_t* stride = p.logits_stride;
+  const auto logits = [&]() -> Span {
+    const int64_t bytes = element_bytes(p.logits_dtype), width = p.max_seqlen_k;
+    const Span::Dim layer = {layers, stride[0]};
+    switch (p.dump) {
+      case VEGAS_DUMP_KV_HEAD:
+        return Span("logits", p.logits, bytes, width, {layer, {batch, stride[1]}, {2, stride[2]}, {heads, stride[3]}});
+      case VEGAS_DUMP_ROWS:
+        return Span("logits", p.logits, bytes, width, {layer, {batch, stride[1]}, {heads, stride[2]}, {2, stride[3]}});
+      case VEGAS_DUMP_ALL:
+        return Span("logits", p.logits, bytes, width, {layer, {p.total_q, stride[1]}, {heads, stride[2]}});
+      default:
+        return Span("logits", p.logits, bytes, width, {layer, {batch, stride[1]}});
+    }
+  };
+  return check_overlap(
+      {Span("out", p.sums, 4, p.max_seqlen_k, {{layers, p.sums_stride_layer}, {batch, p.sums_stride_batch}}),
+       Span("indices", p.indices, 4, lists_in_all * p.max_k), Span("topk_length", p.topk_length, 4, lists_in_all),
+       Span("workspace", p.workspace, 1, static_cast<int64_t>(p.workspace_bytes))},
+      {logits(), Span("seqlens", p.seqlens, 4, batch), Span("k", p.k_per_request, 4, batch),
+       Span("lse", p.lse, 4, layers * heads * p.total_q), Span("guide_lse", p.guide_lse, 4, layers * batch * 2 * heads),
+       Span("cu_seqlens_q", p.cu_seqlens_q, 4, batch + 1), Span("dump_rows", p.dump_rows, 4, batch),
+       Span("sinks", p.sinks, 4, heads, {{layers, p.sinks_stride_layer}}),
+       Span("block_table", p.block_table, 4, p.max_pages, {{batch, p.block_table_stride}})});
+}
+
+int check_values_of(const VegasSelectParams& p, VegasDevice device, void* stream) {
+  return check_values<SelectValues>(p, device, stream, VEGAS_CUDA_KERNEL(select_values_cuda));
 }
 
 int check_host_data(const VegasSelectParams& p) {
@@ -96,10 +131,12 @@ int vegas_topk_aggregate_logits(const VegasSelectParams* params, VegasDevice dev
   const VegasSelectParams& p = *params;
   if (int status = check_dump(p)) return status;
   if (int status = check_selection(p)) return status;
+  if (int status = check_memory(p)) return status;
   if (device == VEGAS_CPU && p.layers > 0) {
     if (int status = check_host_data(p)) return status;
     if (int status = check_host_table(p)) return status;
   }
+  if (int status = check_values_of(p, device, stream)) return status;
   return dispatch(p, device, stream, cpu_kernels().select, VEGAS_CUDA_KERNEL(select_cuda));
 }
 
@@ -109,8 +146,10 @@ int vegas_aggregate_logits(const VegasSelectParams* params, VegasDevice device, 
   const VegasSelectParams& p = *params;
   if (int status = check_dump(p)) return status;
   VEGAS_CHECK(p.layers == 0 || p.batch == 0 || p.max_seqlen_k == 0 || p.sums, "`out` must be given, got none");
+  if (int status = check_memory(p)) return status;
   if (device == VEGAS_CPU && p.layers > 0) {
     if (int status = check_host_data(p)) return status;
   }
+  if (int status = check_values_of(p, device, stream)) return status;
   return dispatch(p, device, stream, cpu_kernels().aggregate, VEGAS_CUDA_KERNEL(aggregate_portable));
 }

@@ -1,5 +1,6 @@
 #include "common/check_attention.h"
 #include "common/dispatch.h"
+#include "verify/values.h"
 
 namespace vegas_ops {
 namespace {
@@ -34,6 +35,37 @@ int check_lengths(const VegasVerifyParams& p) {
   return check_seqused_k(p.cache, p.seqused_k, p.batch, p.max_seqlen_k, true);
 }
 
+int check_memory(const VegasVerifyParams& p) {
+  const int64_t q_bytes = element_bytes(p.q_dtype), batch = p.batch, rows = p.total_q;
+  const int64_t heads_q = p.num_heads_q, heads_kv = p.cache.num_heads_kv, dim = p.cache.head_dim;
+  const int64_t* stride = p.logits_stride;
+  const auto logits = [&]() -> Span {
+    const int64_t bytes = element_bytes(p.logits_dtype), width = p.max_seqlen_k;
+    switch (p.dump) {
+      case VEGAS_DUMP_NONE:
+        return Span("logits", nullptr, 1, 0);
+      case VEGAS_DUMP_KV_HEAD:
+        return Span("logits", p.logits, bytes, width, {{batch, stride[0]}, {2, stride[1]}, {heads_kv, stride[2]}});
+      case VEGAS_DUMP_ROWS:
+        return Span("logits", p.logits, bytes, width, {{batch, stride[0]}, {heads_q, stride[1]}, {2, stride[2]}});
+      case VEGAS_DUMP_ALL:
+        return Span("logits", p.logits, bytes, width, {{rows, stride[0]}, {heads_q, stride[1]}});
+      default:
+        return Span("logits", p.logits, bytes, width, {{batch, stride[0]}});
+    }
+  };
+  return check_overlap(
+      {Span("out", p.out, q_bytes, dim, {{rows, p.out_stride_row}, {heads_q, p.out_stride_head}}),
+       Span("lse", p.lse, 4, heads_q * rows), logits(), Span("guide_lse", p.guide_lse, 4, batch * 2 * heads_kv),
+       Span("workspace", p.workspace, 1, static_cast<int64_t>(p.workspace_bytes))},
+      {Span("q", p.q, q_bytes, dim, {{rows, p.q_stride_row}, {heads_q, p.q_stride_head}}),
+       cache_span(p.cache, p.cache.k, "k_cache"), cache_span(p.cache, p.cache.v, "v_cache"),
+       Span("block_table", p.cache.block_table, 4, p.cache.max_pages, {{batch, p.cache.block_table_stride}}),
+       Span("seqused_k", p.seqused_k, 4, batch), Span("cu_seqlens_q", p.cu_seqlens_q, 4, batch + 1),
+       Span("sinks", p.sinks, 4, heads_q), Span("guide_lse_hint", p.guide_lse_hint, 4, batch * 2 * heads_kv),
+       Span("dump_rows", p.dump_rows, 4, batch), Span("dump_len", p.dump_len, 4, batch)});
+}
+
 int check(const VegasVerifyParams& p, VegasDevice device) {
   if (int status = check_cache(p.cache, p.q_dtype, p.num_heads_q, device)) return status;
   if (int status = check_workspace(p.workspace)) return status;
@@ -55,6 +87,7 @@ int check(const VegasVerifyParams& p, VegasDevice device) {
     VEGAS_CHECK(p.lse, "`lse` must be given, got NULL");
   }
   if (int status = check_dump(p)) return status;
+  if (int status = check_memory(p)) return status;
   return device == VEGAS_CPU && p.batch > 0 ? check_lengths(p) : VEGAS_OK;
 }
 
@@ -64,5 +97,9 @@ int check(const VegasVerifyParams& p, VegasDevice device) {
 int vegas_flash_attn_with_logit_dump(const VegasVerifyParams* params, VegasDevice device, void* stream) {
   if (int status = vegas_ops::check_call(params, device)) return status;
   if (int status = vegas_ops::check(*params, device)) return status;
+  if (int status = vegas_ops::check_values<vegas_ops::VerifyValues>(*params, device, stream,
+                                                                    VEGAS_CUDA_KERNEL(verify_values_cuda))) {
+    return status;
+  }
   return vegas_ops::dispatch(*params, device, stream, vegas_ops::cpu_kernels().verify, VEGAS_CUDA_KERNEL(verify_cuda));
 }
