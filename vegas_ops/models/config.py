@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ _DTYPES = {
     "float16": torch.float16,
 }
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_LAYERS = 1 << 10  # each is named in a list before the weights are looked at
+_MAX_POSITION = 1 << 21  # tokens; the table of RoPE has a row for each
 
 
 class ModelFolderError(ValueError):
@@ -56,10 +59,11 @@ class Qwen3Config:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads_q", "num_heads_kv"):
             _check_count(name, getattr(self, name), 1 << 24)
-        for name in ("num_heads_q", "num_heads_kv", "head_dim", "max_position"):
-            _check_count(name, getattr(self, name), 1 << 24)
+        _check_count("num_layers", self.num_layers, _MAX_LAYERS)
+        _check_count("head_dim", self.head_dim, 1 << 24)
+        _check_count("max_position", self.max_position, _MAX_POSITION)
         if self.num_heads_q % self.num_heads_kv:
             raise ModelFolderError(
                 f"`num_attention_heads` must be a multiple of `num_key_value_heads` "
@@ -79,40 +83,43 @@ class Qwen3Config:
         Raises ModelFolderError, naming the field, for anything this runner would compute wrongly.
         """
         if values.get("model_type") != "qwen3":
-            raise ModelFolderError(f"`model_type` must be 'qwen3', got {values.get('model_type')!r}")
+            raise ModelFolderError(f"`model_type` must be 'qwen3', got {values.get('model_type')!r:.80}")
         if values.get("use_sliding_window"):
             raise ModelFolderError("`use_sliding_window` must be false, got true")
         layer_types = values.get("layer_types") or []
-        if any(kind != "full_attention" for kind in layer_types):
-            raise ModelFolderError(
-                f"`layer_types` must all be 'full_attention', got {sorted(set(layer_types))}"
-            )
+        if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+            raise ModelFolderError(f"`layer_types` must all be 'full_attention', got {layer_types!r:.80}")
         if values.get("hidden_act", "silu") != "silu":
-            raise ModelFolderError(f"`hidden_act` must be 'silu', got {values['hidden_act']!r}")
+            raise ModelFolderError(f"`hidden_act` must be 'silu', got {values['hidden_act']!r:.80}")
         if values.get("quantization_config"):
             raise ModelFolderError("`quantization_config` must be absent, got a quantized model")
 
-        def count(name: str, default: int | None = None) -> int:
-            return _check_count(name, values.get(name, default), 1 << 24)
+        def count(name: str, default: int | None = None, limit: int = 1 << 24) -> int:
+            return _check_count(name, values.get(name, default), limit)
 
         hidden_size = count("hidden_size")
         num_heads_q = count("num_attention_heads")
-        position = count("max_position_embeddings")
+        position = count("max_position_embeddings", limit=_MAX_POSITION)
         head_dim = values.get("head_dim") or hidden_size // num_heads_q
         rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
         scaling = _rope_scaling(rope, position)
         if scaling.kind != "default":
             original = scaling.original_max_position
             position = max(position, int(scaling.factor * original))
+            if position > _MAX_POSITION:
+                raise ModelFolderError(
+                    f"`factor` must leave at most {_MAX_POSITION} positions, "
+                    f"got {scaling.factor} times {original}"
+                )
         dtype_name = values.get("dtype") or values.get("torch_dtype") or "float32"
-        if dtype_name not in _DTYPES:
-            raise ModelFolderError(f"`dtype` must be one of {sorted(_DTYPES)}, got {dtype_name!r}")
+        if not isinstance(dtype_name, str) or dtype_name not in _DTYPES:
+            raise ModelFolderError(f"`dtype` must be one of {sorted(_DTYPES)}, got {dtype_name!r:.80}")
         theta = rope.get("rope_theta", values.get("rope_theta", 1e4))
         return cls(
             vocab_size=count("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=count("intermediate_size"),
-            num_layers=count("num_hidden_layers"),
+            num_layers=count("num_hidden_layers", limit=_MAX_LAYERS),
             num_heads_q=num_heads_q,
             num_heads_kv=count("num_key_value_heads", num_heads_q),
             head_dim=_check_count("head_dim", head_dim, 1024),
@@ -141,16 +148,33 @@ class Qwen3Config:
             raise ModelFolderError(f"{folder / 'config.json'}: {error}") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """One JSON object from a file; ModelFolderError, naming the path, for anything else."""
+def check_file(path: Path, max_bytes: int | None = None) -> None:
+    """ModelFolderError unless it is a regular file of its folder, of at most so many bytes.
+
+    A link may lead to a file of the folder, or, in a snapshot of the Hugging Face cache, to one of the same
+    cached model: a folder that was downloaded names no other file of this machine.
+    """
     if not path.is_file():
         raise ModelFolderError(f"{path}: no such file; is this a Hugging Face model folder?")
+    folder, target = path.parent.resolve(), path.resolve()
+    cached = folder.parents[1] if folder.parent.name == "snapshots" else folder
+    home = cached if cached.name.startswith("models--") else folder
+    if home not in target.parents:
+        raise ModelFolderError(f"{path}: must be a file of {home}, got a link to {target}")
+    size = target.stat().st_size
+    if max_bytes is not None and size > max_bytes:
+        raise ModelFolderError(f"{path}: must be at most {max_bytes} bytes, got {size}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """One JSON object from a file; ModelFolderError, naming the path, for anything else."""
     limit = _MAX_CONFIG_BYTES * (64 if path.name.endswith(".index.json") else 1)
-    if path.stat().st_size > limit:
-        raise ModelFolderError(f"{path}: must be at most {limit} bytes, got {path.stat().st_size}")
+    check_file(path, limit)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise ModelFolderError(f"{path}: must be readable, got {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # of UTF-8, JSON, and integers without end
         raise ModelFolderError(f"{path}: must be JSON, got {error}") from None
     if not isinstance(values, dict):
         raise ModelFolderError(f"{path}: must be a JSON object, got {type(values).__name__}")
@@ -159,13 +183,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _check_count(name: str, value: Any, limit: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
-        raise ModelFolderError(f"`{name}` must be an integer in [1, {limit}], got {value!r}")
+        raise ModelFolderError(f"`{name}` must be an integer in [1, {limit}], got {value!r:.80}")
     return value
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ModelFolderError(f"`{name}` must be a number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+        raise ModelFolderError(f"`{name}` must be a finite number, got {value!r:.80}")
     return float(value)
 
 
@@ -173,18 +197,18 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ModelFolderError(f"`eos_token_id` must be token ids, got {value!r}")
+            raise ModelFolderError(f"`eos_token_id` must be token ids, got {value!r:.80}")
     return tuple(ids)
 
 
 def _rope_scaling(rope: Any, max_position: int) -> RopeScaling:
     if not isinstance(rope, Mapping):
-        raise ModelFolderError(f"`rope_scaling` must be an object, got {rope!r}")
+        raise ModelFolderError(f"`rope_scaling` must be an object, got {rope!r:.80}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return RopeScaling()
     if kind not in ("linear", "yarn"):
-        raise ModelFolderError(f"`rope_type` must be 'default', 'linear' or 'yarn', got {kind!r}")
+        raise ModelFolderError(f"`rope_type` must be 'default', 'linear' or 'yarn', got {kind!r:.80}")
     factor = _number("factor", rope.get("factor"))
     if not factor >= 1:
         raise ModelFolderError(f"`factor` must be at least 1, got {factor}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vegas_ops.models.config import ModelFolderError
+from vegas_ops.models.config import ModelFolderError, check_file
 
 _MAX_TOKENIZER_BYTES = 256 << 20
 _REPLACEMENT = "\ufffd"
@@ -20,12 +20,7 @@ class Tokenizer:
         except ImportError:
             raise ModelFolderError("reading text needs `pip install tokenizers`") from None
         path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise ModelFolderError(f"{path}: no such file")
-        if path.stat().st_size > _MAX_TOKENIZER_BYTES:
-            raise ModelFolderError(
-                f"{path}: must be at most {_MAX_TOKENIZER_BYTES} bytes, got {path.stat().st_size}"
-            )
+        check_file(path, _MAX_TOKENIZER_BYTES)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception

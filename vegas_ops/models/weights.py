@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from vegas_ops.models.config import ModelFolderError, read_json
+from vegas_ops.models.config import ModelFolderError, check_file, read_json
 
 
 class SafetensorsFolder:
     """Names, shapes and tensors of `model.safetensors` or `model.safetensors.index.json`.
 
-    Shard names come from a downloaded file, so only plain names of files in the folder are taken.
-    Tensors are read one at a time from the mapped file.
+    Shard names come from a downloaded file, so only plain names of files in the folder are taken. Tensors are
+    read one at a time from the mapped file, and only once their shapes are what the config says.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -32,10 +32,11 @@ class SafetensorsFolder:
                     f"{self.folder}: must hold model.safetensors or model.safetensors.index.json "
                     "(other weight formats are not read)"
                 )
+            check_file(single)
             return {name: single for name in self._names(single)}
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelFolderError(f"{index}: `weight_map` must be an object, got {weight_map!r}")
+            raise ModelFolderError(f"{index}: `weight_map` must be an object, got {weight_map!r:.80}")
         shards: dict[str, list[str]] = defaultdict(list)
         for name, shard in weight_map.items():
             if (
@@ -44,15 +45,16 @@ class SafetensorsFolder:
                 or any(character in shard for character in "/\\\0:")
             ):
                 raise ModelFolderError(
-                    f"{index}: a shard must be a file of the folder, *.safetensors, got {shard!r}"
+                    f"{index}: a shard must be a file of the folder, *.safetensors, got {shard!r:.80}"
                 )
             shards[shard].append(name)
         for shard, names in shards.items():
             if not (self.folder / shard).is_file():
                 raise ModelFolderError(f"{self.folder / shard}: no such file, named by {index}")
-            missing = sorted(set(names) - set(self._names(self.folder / shard)))
-            if missing:
-                raise ModelFolderError(f"{self.folder / shard}: must hold {missing[0]!r}, named by {index}")
+            check_file(self.folder / shard)
+            absent = min(set(names) - set(self._names(self.folder / shard)), default=None)
+            if absent is not None:
+                raise ModelFolderError(f"{self.folder / shard}: must hold {absent!r:.80}, named by {index}")
         return {name: self.folder / shard for name, shard in weight_map.items()}
 
     def _open(self, path: Path):  # type: ignore[no-untyped-def]  # safetensors ships no types
