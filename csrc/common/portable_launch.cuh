@@ -18,9 +18,9 @@ constexpr int static_shared_bytes() {
 }
 
 // The deepest pipeline of at least two stages that leaves room for `resident` CTAs per SM, or for as many fewer as
-// it takes; else the deepest that fits.
+// it takes; else the deepest that fits. `most_bytes` is what any call of this device may take.
 template <class T>
-cudaError_t choose_stages(int resident, int* stages) {
+cudaError_t choose_stages(int resident, int* stages, int* most_bytes) {
   int device, per_block, per_sm, reserved;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -30,6 +30,7 @@ cudaError_t choose_stages(int resident, int* stages) {
   if (error != cudaSuccess) return error;
   reserved += static_shared_bytes<T>();
   per_block -= static_shared_bytes<T>();
+  *most_bytes = per_block;
   for (int ctas = resident; ctas >= 2; --ctas) {
     for (*stages = kMaxStages; *stages >= 2; --*stages) {
       const int bytes = SharedTile<T>::bytes(*stages);
@@ -46,11 +47,12 @@ cudaError_t choose_stages(int resident, int* stages) {
 template <class T, class Kernel, class... Args>
 cudaError_t launch_attention(Kernel kernel, int64_t ctas, int warps, cudaStream_t stream, const Args&... args) {
   const int resident = 2 * T::kMaxWarps / warps;
-  int stages;
-  cudaError_t error = choose_stages<T>(resident, &stages);
+  int stages, most_bytes;
+  cudaError_t error = choose_stages<T>(resident, &stages, &most_bytes);
   if (error != cudaSuccess) return error;
   const int bytes = SharedTile<T>::bytes(stages);
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  // The same for every call, since threads of the host share it.
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes);
   if (error != cudaSuccess) return error;
   // Left alone, the driver may give an SM's memory to the L1 cache and leave room for one CTA.
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);

@@ -1,5 +1,6 @@
 // topk_aggregate_logits on Hopper: one launch for a call whose scores are there, one more where planes are summed.
 #include "common/backends.h"
+#include "common/cuda_launch.h"
 #include "common/status.h"
 #include "select/hopper.cuh"
 
@@ -10,14 +11,8 @@ namespace {
 constexpr int kMinShare = 2048;     // scores of a CTA: below, exchanging costs more than it saves
 constexpr int kFullClusters = 100;  // multiprocessors of a GPU that schedules clusters of 16
 
-int num_multiprocessors() {
-  int device, count;
-  const bool known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
-  return known ? count : 0;
-}
-
-constexpr int most_cluster_bits(int num_sms) { return num_sms >= kFullClusters ? 4 : 3; }
+constexpr int kMostClusterBits = 4;
+constexpr int most_cluster_bits(int num_sms) { return num_sms >= kFullClusters ? kMostClusterBits : 3; }
 
 // Places of the longest list. Where groups of 4 places may begin off 16 bytes, it has up to three more than scores.
 int64_t most_places(const VegasSelectParams& p) {
@@ -40,34 +35,28 @@ Shape shape_for(int64_t lists, int64_t places, int num_sms) {
   return shape;
 }
 
-using Kernel = void (*)(const VegasSelectParams, const Wave, const Shape);
+using Kernel = void (*)(VegasSelectParams, Wave, Shape);
 constexpr Kernel kKernels[kMaxReach + 1] = {select_kernel<0>, select_kernel<1>, select_kernel<2>,
                                             select_kernel<3>, select_kernel<4>, select_kernel<5>,
                                             select_kernel<6>, select_kernel<7>, select_kernel<8>};
 
 cudaError_t launch(const VegasSelectParams& p, const Wave& wave, cudaStream_t stream) {
-  const Shape shape = shape_for(wave.lists, most_places(p), num_multiprocessors());
-  const int bytes = shared_bytes(shape);
+  int num_sms;
+  cudaError_t error = num_multiprocessors(&num_sms);
+  if (error != cudaSuccess) return error;
+  const Shape shape = shape_for(wave.lists, most_places(p), num_sms);
   const Kernel kernel = kKernels[p.pool_before + p.pool_after];
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  // The same for every call, since threads of the host share it.
+  constexpr int kMostBytes = shared_bytes({kMostClusterBits, kLongestRunBits});
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
   if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error == cudaSuccess)
     error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {1u << shape.cluster_bits, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(wave.lists) << shape.cluster_bits;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, p, wave, shape);
+  const int cluster = 1 << shape.cluster_bits;
+  const LaunchGrid grid = {static_cast<unsigned>(wave.lists * cluster), kThreads, shared_bytes(shape), cluster};
+  return launch_dependent(kernel, grid, stream, p, wave, shape);
 }
 
 }  // namespace
@@ -75,7 +64,9 @@ cudaError_t launch(const VegasSelectParams& p, const Wave& wave, cudaStream_t st
 
 bool select_hopper_takes(const VegasSelectParams& p) {
   using namespace selection::hopper;
-  const int64_t most = int64_t{kThreads << kLongestRunBits} << most_cluster_bits(num_multiprocessors());
+  int num_sms;
+  if (num_multiprocessors(&num_sms) != cudaSuccess) return false;
+  const int64_t most = int64_t{kThreads << kLongestRunBits} << most_cluster_bits(num_sms);
   return int64_t{p.pool_before} + p.pool_after <= kMaxReach && most_places(p) <= most;
 }
 

@@ -237,19 +237,20 @@ struct Selector {
       if (key > interval.high) {
         ++above;
       } else if (key >= interval.low) {
-        atomicAdd(&shared.histogram[key - interval.low >> shift], 1u);
+        atomicAdd(&shared.histogram[(key - interval.low) >> shift], 1u);
       }
     });
     above = __reduce_add_sync(kAllLanes, above);
     if (lane_of_thread() == 0 && above) atomicAdd(&shared.histogram[kBins - 1], above);
     __syncthreads();
-    if (threadIdx.x == 0) shared.count_mail.expect(ctas * kBins * sizeof(uint32_t));
+    const bool alone = ctas == 1;
+    if (threadIdx.x == 0) shared.count_mail.expect(ctas * kBins * sizeof(uint32_t), alone);
     if (warp_of_thread() < ctas) {
       const int lane = lane_of_thread();
       shared.count_mail.send(reinterpret_cast<uint4*>(histograms + kBins * cta) + lane, warp_of_thread(),
-                             reinterpret_cast<uint4*>(shared.histogram)[lane]);
+                             reinterpret_cast<uint4*>(shared.histogram)[lane], alone);
     }
-    shared.count_mail.wait(counted++);
+    shared.count_mail.wait(counted++, alone);
   }
 
   // Finds the bin of the rank-th key, and makes ready for the next count.
@@ -285,13 +286,14 @@ struct Selector {
       if (key >= interval.low && key <= interval.high) shared.own[atomicAdd(&shared.num_own, 1u)] = key;
     });
     __syncthreads();
-    if (threadIdx.x == 0) shared.key_mail.expect(count * sizeof(uint32_t));
+    const bool alone = ctas == 1;
+    if (threadIdx.x == 0) shared.key_mail.expect(count * sizeof(uint32_t), alone);
     if (warp_of_thread() < ctas) {
       for (uint32_t i = lane_of_thread(); i < shared.num_own; i += 32) {
-        shared.key_mail.send(shared.listed + earlier + i, warp_of_thread(), shared.own[i]);
+        shared.key_mail.send(shared.listed + earlier + i, warp_of_thread(), shared.own[i], alone);
       }
     }
-    shared.key_mail.wait(exchanged++);
+    shared.key_mail.wait(exchanged++, alone);
   }
 
   // The keys of an interval that occur.
@@ -309,12 +311,13 @@ struct Selector {
       atomicMax(&shared.most, most);
     }
     __syncthreads();
-    if (threadIdx.x == 0) shared.key_mail.expect(ctas * 2 * sizeof(uint32_t));
+    const bool alone = ctas == 1;
+    if (threadIdx.x == 0) shared.key_mail.expect(ctas * 2 * sizeof(uint32_t), alone);
     if (threadIdx.x < ctas) {
-      shared.key_mail.send(shared.received_least + cta, threadIdx.x, shared.least);
-      shared.key_mail.send(shared.received_most + cta, threadIdx.x, shared.most);
+      shared.key_mail.send(shared.received_least + cta, threadIdx.x, shared.least, alone);
+      shared.key_mail.send(shared.received_most + cta, threadIdx.x, shared.most, alone);
     }
-    shared.key_mail.wait(exchanged++);
+    shared.key_mail.wait(exchanged++, alone);
     const uint32_t from = lane_of_thread() & (ctas - 1);
     return {__reduce_min_sync(kAllLanes, shared.received_least[from]),
             __reduce_max_sync(kAllLanes, shared.received_most[from])};
@@ -467,7 +470,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     slice.end = quota.end + slice.after;
     const int32_t unaligned = reinterpret_cast<uintptr_t>(slice.scores) / sizeof(float) % 4;
     const int32_t origin = (slice.begin + unaligned) / 4 * 4 - unaligned;
-    const int32_t share = slice.end - origin + (1 << shape.cluster_bits) - 1 >> shape.cluster_bits;
+    const int32_t share = (slice.end - origin + (1 << shape.cluster_bits) - 1) >> shape.cluster_bits;
     int32_t run_bits = kShortestRunBits;
     while (run_bits < shape.run_bits && kThreads << run_bits < share) ++run_bits;
     slice.groups = 1 << (run_bits - 2);

@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include "common/backends.h"
+#include "common/cuda_launch.h"
 #include "common/status.h"
 #include "select/scores.cuh"
 #include "select/wave.h"
@@ -405,11 +406,6 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // ---- launches -----------------------------------------------------------------------------------
 
-int status_of(const char* op, cudaError_t error) {
-  if (error == cudaSuccess) return VEGAS_OK;
-  return fail(VEGAS_CUDA_ERROR, "%s failed to launch: %s", op, cudaGetErrorString(error));
-}
-
 // A list is split in two at least, so that half as many states as CTAs suffice.
 constexpr size_t kSplitBytes = kSplitCtas / 2 * sizeof(SplitState) + kSplitCtas * sizeof(Part);
 constexpr size_t kStateBytes = (kSplitBytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -496,7 +492,7 @@ int select_in_waves(const VegasSelectParams& p, LaunchSelection launch, bool lau
     error = launch(p, wave, stream);
   }
   const cudaError_t last = cudaGetLastError();  // what other launches left; the next call must not find it
-  return status_of("topk_aggregate_logits", error == cudaSuccess ? last : error);
+  return launch_status("topk_aggregate_logits", error == cudaSuccess ? last : error);
 }
 
 }  // namespace selection
@@ -516,7 +512,7 @@ int aggregate_portable(const VegasSelectParams& params, void* stream_pointer) {
     wave.lists = static_cast<int32_t>(lists - wave.first < kMaxLists ? lists - wave.first : kMaxLists);
     launch_sums(p, wave, nullptr, static_cast<cudaStream_t>(stream_pointer));
   }
-  return status_of("aggregate_logits", cudaGetLastError());
+  return launch_status("aggregate_logits", cudaGetLastError());
 }
 
 size_t select_portable_workspace(const VegasBounds& bounds) {

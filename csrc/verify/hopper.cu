@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "common/backends.h"
+#include "common/cuda_launch.h"
 #include "common/portable_launch.cuh"
 #include "common/status.h"
 #include "verify/hopper_boxes.h"
@@ -114,12 +115,6 @@ CacheBoxes boxes_of(const VegasPagedCache& cache) {
   return boxes;
 }
 
-cudaError_t num_multiprocessors(int* count) {
-  int device;
-  const cudaError_t error = cudaGetDevice(&device);
-  return error == cudaSuccess ? cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device) : error;
-}
-
 int grid_for(int row_groups, int head_dim, int num_sms) {
   return ctas_per_sm(row_groups, portable::padded_head_dim(head_dim)) * num_sms;
 }
@@ -150,7 +145,8 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   if (p.batch == 0 || p.max_seqlen_q == 0) return VEGAS_OK;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
   int num_sms;
-  cudaError_t error = num_multiprocessors(&num_sms);
+  const cudaError_t error = num_multiprocessors(&num_sms);
+  if (error != cudaSuccess) return launch_status("flash_attn_with_logit_dump", error);
   const bool summed = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT;
   const int64_t rows = int64_t{p.max_seqlen_q} * (p.num_heads_q / p.cache.num_heads_kv);
   const Sizes sizes = {
@@ -163,7 +159,7 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   const size_t needed = lay_out(sizes, rule, row_groups, grid, static_cast<char*>(p.workspace), &w);
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
-  LaunchShape shape = {row_groups, 1 << w.tile_shift, {w.team, w.teams.divisor}};
+  LaunchShape shape = {row_groups, 1 << w.tile_shift, dim3(w.team, w.teams.divisor)};
   shape.merges =
       p.max_seqlen_k > kMinTileKeys ? static_cast<int>(sizes.row_tiles(row_groups)) * p.cache.num_heads_kv : 0;
   // A CTA merges one row where there are few, which then have many chunks.
@@ -175,17 +171,11 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
     const int wanted = ceil_div(kReduceCtas, p.batch);
     reduce_ctas = most < wanted ? most : wanted;
   }
-  shape.finish_grid = {row_ctas, shape.merges + ceil_div(reduce_ctas, row_ctas), p.batch};
-  if (error == cudaSuccess) {
-    const CacheBoxes boxes = boxes_of(p.cache);
-    error = p.q_dtype == VEGAS_FLOAT16 ? launch_verify<__half>(p, w, boxes, shape, stream)
-                                       : launch_verify<__nv_bfloat16>(p, w, boxes, shape, stream);
-  }
-  if (error != cudaSuccess) {
-    cudaGetLastError();  // returned here, so the next call must not find it
-    return fail(VEGAS_CUDA_ERROR, "flash_attn_with_logit_dump: launch failed: %s", cudaGetErrorString(error));
-  }
-  return VEGAS_OK;
+  shape.finish_grid = dim3(row_ctas, shape.merges + ceil_div(reduce_ctas, row_ctas), p.batch);
+  const CacheBoxes boxes = boxes_of(p.cache);
+  return launch_status("flash_attn_with_logit_dump", p.q_dtype == VEGAS_FLOAT16
+                                                         ? launch_verify<__half>(p, w, boxes, shape, stream)
+                                                         : launch_verify<__nv_bfloat16>(p, w, boxes, shape, stream));
 }
 
 size_t verify_hopper_workspace(const VegasBounds& b) {

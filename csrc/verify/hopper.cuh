@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     static_assert(kPlanThreads == kGroupThreads);
     const auto sync = [] { cutlass::arch::NamedBarrier::sync(kGroupThreads, kProducerBarrier); };
     make_plan(p, w, shared.share, shared.segments[0], reinterpret_cast<int*>(shared.guide_norm), sync,
-              [&] { cutlass::arch::ClusterBarrier::arrive(&shared.segment_full[0]); });
+              [&] { arrive_barrier(shared.segment_full[0]); });
     if (threadIdx.x / 32 < kFirstGuideWarp) {
       load_tiles<T>(p, w, boxes, shared);
     } else if (guided) {

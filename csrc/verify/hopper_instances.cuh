@@ -3,6 +3,7 @@
 
 #include <stddef.h>
 
+#include "common/cuda_launch.h"
 #include "common/portable_launch.cuh"
 #include "verify/hopper.cuh"
 #include "verify/hopper_finish.cuh"
@@ -28,11 +29,11 @@ cudaError_t launch_instance(const VegasVerifyParams& p, const Workspace& w, cons
   cudaError_t error = prepare(verify_kernel<T>, kBytes);
   if (error == cudaSuccess) error = prepare(finish, 0);
   if (error == cudaSuccess) {
-    error = launch_dependent(verify_kernel<T>, shape.grid, T::kThreads, kBytes, stream, p, w, boxes);
+    error = launch_dependent(verify_kernel<T>, {shape.grid, T::kThreads, kBytes}, stream, p, w, boxes);
   }
   if (error == cudaSuccess && shape.finish_grid.y > 0) {
     error =
-        launch_dependent(finish, shape.finish_grid, kFinishThreads, 0, stream, p, w, shape.rows_per_cta, shape.merges);
+        launch_dependent(finish, {shape.finish_grid, kFinishThreads}, stream, p, w, shape.rows_per_cta, shape.merges);
   }
   return error;
 }

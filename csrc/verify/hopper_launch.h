@@ -26,13 +26,8 @@ constexpr int ctas_per_sm(int row_groups, int head_dim) { return row_groups == 1
 struct LaunchShape {
   int row_groups;
   int tile_keys;
-  struct Grid {
-    int x = 1;
-    int y = 1;
-    int z = 1;
-  };
-  Grid grid;         // of the attention kernel
-  Grid finish_grid;  // of the last kernel; without rows: no such kernel
+  dim3 grid;         // of the attention kernel
+  dim3 finish_grid;  // of the last kernel; without rows: no such kernel
   int rows_per_cta;  // that merge
   int merges;        // pairs of a row tile and KV head
 };
@@ -41,22 +36,5 @@ struct LaunchShape {
 template <class Element>
 cudaError_t launch_verify(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
                           const LaunchShape& shape, cudaStream_t stream);
-
-// Launches with programmatic stream serialization: the kernel waits for its predecessor by itself.
-template <class... Args>
-cudaError_t launch_dependent(void (*kernel)(Args...), const LaunchShape::Grid& grid, int threads, int shared_bytes,
-                             cudaStream_t stream, const Args&... args) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid.x, grid.y, grid.z);
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args...);
-}
 
 }  // namespace vegas_ops::hopper

@@ -105,7 +105,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
       if (!values && lane == 0) {
         shared.valid[ring.stage] = valid;
         // The plain write is released by an arrival of its own.
-        ClusterTransactionBarrier::arrive(full);
+        arrive_barrier(*full);
       }
       ring.advance();
       if (whole) {

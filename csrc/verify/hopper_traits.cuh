@@ -18,8 +18,7 @@ using portable::kLog2e;
 using portable::RowNorm;
 
 constexpr int kGroupThreads = 128;
-constexpr int kKeyWarp = 0;
-constexpr int kValueWarp = 1;
+constexpr int kValueWarp = 1;  // warp 0 loads keys
 constexpr int kFirstGuideWarp = 2;
 constexpr int kGuideWarps = 2;
 // Named barriers of parts of the CTA; a softmax group's own is 1 + group.
@@ -128,12 +127,19 @@ struct RingPosition {
 
 __device__ __forceinline__ void wait_barrier(const uint64_t& barrier, uint32_t phase) {
   cutlass::arch::ClusterBarrier::wait(&barrier, phase);
+  asm volatile("" ::: "memory");  // CUTLASS does not tell the compiler that memory has changed
+}
+
+// What this thread has read and written comes before.
+__device__ __forceinline__ void arrive_barrier(const uint64_t& barrier) {
+  asm volatile("" ::: "memory");
+  cutlass::arch::ClusterBarrier::arrive(&barrier);
 }
 
 // Called by whole warps.
 __device__ __forceinline__ void arrive_as_warp(const uint64_t& barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) cutlass::arch::ClusterBarrier::arrive(&barrier);
+  if (threadIdx.x % 32 == 0) arrive_barrier(barrier);
 }
 
 // A role's walk through the CTA's segments: next() waits for a segment, done() gives its slot back. Every lane for
@@ -149,7 +155,7 @@ struct SegmentReader {
     return s->index < 0 ? nullptr : s;
   }
   __device__ void done() {
-    cutlass::arch::ClusterBarrier::arrive(&shared.segment_empty[ring.stage]);
+    arrive_barrier(shared.segment_empty[ring.stage]);
     ring.advance();
   }
 };

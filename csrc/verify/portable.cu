@@ -1,6 +1,7 @@
 // flash_attn_with_logit_dump on any GPU from sm_80: plan, attention, and a last kernel that merges chunks and
 // adds up the KV heads' parts of a summed dump.
 #include "common/backends.h"
+#include "common/cuda_launch.h"
 #include "common/portable_launch.cuh"
 #include "common/status.h"
 #include "verify/portable.cuh"
@@ -146,11 +147,7 @@ int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
     kernel<<<static_cast<unsigned>(finish_ctas), kThreads, 0, stream>>>(p, w, tile_rows, merge_ctas, reduce_parts);
     error = cudaGetLastError();
   }
-  if (error != cudaSuccess) {
-    cudaGetLastError();  // returned here, so the next call must not find it
-    return fail(VEGAS_CUDA_ERROR, "flash_attn_with_logit_dump: launch failed: %s", cudaGetErrorString(error));
-  }
-  return VEGAS_OK;
+  return launch_status("flash_attn_with_logit_dump", error);
 }
 
 size_t verify_portable_workspace(const VegasBounds& b) {
