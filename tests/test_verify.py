@@ -391,6 +391,22 @@ def test_workspace_given_is_left_reusable(device: torch.device) -> None:
         assert_same_bits(got.logits, expected.logits, "logits")
 
 
+@pytest.mark.parametrize("dump", ["token", "token_weight"])
+@pytest.mark.parametrize(("heads", "head_dim", "rows"), [(32, 128, 7), (16, 64, 8), (9, 64, 3)])
+def test_bound_far_beyond_the_lengths(
+    device: torch.device, heads: int, head_dim: int, rows: int, dump: str
+) -> None:
+    """Large dumps are added up otherwise than small ones, whatever the lengths turn out to be."""
+    bound = 100_000
+    check_verify(
+        VerifyCase(
+            seed=3, device=device, dtype=case_dtype(device), heads_q=heads, head_dim=head_dim,
+            heads_kv=8 if heads != 9 else 9, lengths=(2500, 0, 63, 190), q_lens=(rows, 1, rows, 0), dump=dump,
+            options={"max_seqlen_k": bound, "window_size": (700, -1)}, wider=bound - 2500,
+        )
+    )  # fmt: skip
+
+
 def call_of_two_kernels(device: torch.device) -> VerifyCase:
     return VerifyCase(
         seed=9, device=device, dtype=torch.bfloat16, heads_q=8, head_dim=128, lengths=(700, 130, 3),

@@ -10,27 +10,26 @@ namespace vegas_ops::portable {
 
 constexpr int kGuideColumns = 4;  // that differ; the other columns of a product repeat them
 
-// KV heads leave their parts of a summed dump in the workspace. For every kPartKeys keys the heads' parts lie side by
-// side: they are written at about the same time, and memory then serves them as one.
+// KV heads, or several together, leave their parts of a summed dump in the workspace. For every kPartKeys keys all
+// parts lie side by side: they are written at about the same time, and memory then serves them as one.
 constexpr int kPartKeys = 32;
 
-__host__ __device__ inline int64_t part_floats(int num_heads_kv, int64_t max_seqlen_k) {
-  return ceil_div64(max_seqlen_k, kPartKeys) * kPartKeys * num_heads_kv;
+__host__ __device__ inline int64_t part_floats(int parts, int64_t max_seqlen_k) {
+  return ceil_div64(max_seqlen_k, kPartKeys) * kPartKeys * parts;
 }
 
-// Called by `threads` threads of `parts` CTAs: logits[b, key] = sum of the KV heads' parts, in their order.
-__device__ inline void reduce_dump(const VegasVerifyParams& p, const float* dump, int dump_len, int b, int part,
-                                   int parts, int threads) {
-  const int heads = p.cache.num_heads_kv;
+// Called by `threads` threads of `ctas` CTAs: logits[b, key] = sum of the parts, in the order of their heads.
+__device__ inline void reduce_dump(const VegasVerifyParams& p, const float* dump, int parts, int dump_len, int b,
+                                   int cta, int ctas, int threads) {
   float* logits = static_cast<float*>(p.logits) + b * p.logits_stride[0];
-  const float* sums = dump + b * part_floats(heads, p.max_seqlen_k);
-  for (int64_t key = (int64_t{part} * threads + threadIdx.x) * 4; key < dump_len; key += int64_t{parts} * threads * 4) {
-    const float* from = sums + key / kPartKeys * kPartKeys * heads + key % kPartKeys;
+  const float* sums = dump + b * part_floats(parts, p.max_seqlen_k);
+  for (int64_t key = (int64_t{cta} * threads + threadIdx.x) * 4; key < dump_len; key += int64_t{ctas} * threads * 4) {
+    const float* from = sums + key / kPartKeys * kPartKeys * parts + key % kPartKeys;
     float total[4] = {};
     bool masked[4] = {};
 #pragma unroll 4
-    for (int head = 0; head < heads; ++head) {
-      const float4 values = *reinterpret_cast<const float4*>(from + head * kPartKeys);
+    for (int part = 0; part < parts; ++part) {
+      const float4 values = *reinterpret_cast<const float4*>(from + part * kPartKeys);
       const float x[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -134,7 +133,7 @@ struct GuideDump {
   int last[2];
   float hint[2];  // log2 units
   float* sums;    // token, token_weight: this KV head's first part
-  int step;       // floats from a part to the head's next
+  int step;       // floats from a part to its next
   void* logits;   // kv_head: planes of both guide rows, in elements; -1: none
   int64_t plane[2];
   bool bf16;
@@ -143,30 +142,39 @@ struct GuideDump {
 
   // Logits are -inf where a guide row does not see the key; of a token dump they are the one sum, twice.
   __device__ __forceinline__ void write(int key, float first_logit, float second_logit) const {
-    if (key >= length) return;
-    if (kind == VEGAS_DUMP_KV_HEAD) {
+    if (kind != VEGAS_DUMP_KV_HEAD) {
+      write_part(key, part_of(first_logit, second_logit));
+    } else if (key < length) {
       store_logit(logits, bf16, plane[0] + key, first_logit);
       if (plane[1] >= 0) store_logit(logits, bf16, plane[1] + key, second_logit);
-      return;
     }
+  }
+
+  // What this KV head adds to a summed dump.
+  __device__ __forceinline__ float part_of(float first_logit, float second_logit) const {
     float sum = first_logit;
     if (kind == VEGAS_DUMP_TOKEN_WEIGHT) {
       sum = exp2_approx(fmaf(first_logit, kLog2e, -hint[0]));
       if (num_guides == 2) sum += exp2_approx(fmaf(second_logit, kLog2e, -hint[1]));
     }
-    const bool masked = first_logit == -INFINITY || second_logit == -INFINITY;
+    return first_logit == -INFINITY || second_logit == -INFINITY ? -INFINITY : sum;
+  }
+
+  __device__ __forceinline__ void write_part(int key, float part) const {
+    if (key >= length) return;
     const unsigned at = key;
-    sums[int64_t{at / kPartKeys} * step + at % kPartKeys] = masked ? -INFINITY : sum;
+    sums[int64_t{at / kPartKeys} * step + at % kPartKeys] = part;
   }
 };
 
+// The KV head leaves the `part`-th of `parts` parts.
 __device__ inline void describe_guides(GuideDump& dump, const VegasVerifyParams& p, const VerifyRequest& request, int b,
-                                       int kv_head, float* parts) {
+                                       int kv_head, int part, int parts, float* workspace) {
   dump.kind = p.dump;
   dump.num_guides = request.num_guides;
   dump.length = request.dump_len;
-  dump.sums = parts + b * part_floats(p.cache.num_heads_kv, p.max_seqlen_k) + kv_head * kPartKeys;
-  dump.step = kPartKeys * p.cache.num_heads_kv;
+  dump.sums = workspace + b * part_floats(parts, p.max_seqlen_k) + part * kPartKeys;
+  dump.step = kPartKeys * parts;
   dump.logits = p.logits;
   dump.bf16 = p.logits_dtype == VEGAS_BFLOAT16;
   if (request.num_guides == 0) return;

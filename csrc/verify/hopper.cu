@@ -22,6 +22,7 @@ constexpr int kMaxRowCtas = 2048;
 constexpr int kMaxBatch = 4096;   // every CTA looks at all requests
 constexpr int kMaxPairs = 60000;  // of a row tile and KV head, of a request: a dimension of the last launch
 constexpr int kMaxForcedSplits = 16;
+constexpr int64_t kPairedBytes = 8 << 20;  // of a dump's parts: fewer stay in the L2 cache
 
 // What sizes a workspace.
 struct Sizes {
@@ -38,6 +39,13 @@ struct Sizes {
 
 // All KV heads together, unless there are so many that few teams would be left.
 int team_size(int num_heads_kv, int grid) { return num_heads_kv <= grid / 4 ? num_heads_kv : 1; }
+
+// Where pairs of a request and row tile have about the same keys, so many teams that no share crosses from one to the
+// next: memory is as busy with one team in 20 fewer.
+int even_teams(int most, int64_t pairs) {
+  const int64_t even = pairs <= most ? most / pairs * pairs : pairs / ceil_div64(pairs, most);
+  return static_cast<int>(even) >= most - most / 20 ? static_cast<int>(even) : most;
+}
 
 size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int grid, char* base, Workspace* w) {
   size_t size = 0;
@@ -56,7 +64,7 @@ size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int grid, char* b
   w->tile_shift = tile_keys(row_groups, rule.mode == SplitMode::kBalanced) == 128 ? 7 : 6;
   w->team = team_size(b.num_heads_kv, grid);
   w->rounds = b.num_heads_kv / w->team;
-  w->teams = cutlass::FastDivmod(grid / w->team);
+  w->teams = cutlass::FastDivmod(even_teams(grid / w->team, b.batch * b.row_tiles(row_groups) * w->rounds));
   w->group = b.group;
   w->group_rows = cutlass::FastDivmod(64 * row_groups);
   w->tile_rows = static_cast<int>(b.rows < 64 * row_groups ? b.rows : 64 * row_groups);
@@ -159,7 +167,11 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   const size_t needed = lay_out(sizes, rule, row_groups, grid, static_cast<char*>(p.workspace), &w);
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
-  LaunchShape shape = {row_groups, 1 << w.tile_shift, dim3(w.team, w.teams.divisor)};
+  const int64_t part_bytes = p.batch * portable::part_floats(p.cache.num_heads_kv, p.max_seqlen_k) * sizeof(float);
+  const bool pairs = summed && part_bytes >= kPairedBytes && w.team % 2 == 0 &&
+                     may_pair(row_groups, portable::padded_head_dim(p.cache.head_dim));
+  w.heads_per_part = pairs ? 2 : 1;
+  LaunchShape shape = {row_groups, 1 << w.tile_shift, dim3(w.team, w.teams.divisor), w.heads_per_part};
   shape.merges =
       p.max_seqlen_k > kMinTileKeys ? static_cast<int>(sizes.row_tiles(row_groups)) * p.cache.num_heads_kv : 0;
   // A CTA merges one row where there are few, which then have many chunks.

@@ -350,6 +350,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       ClusterBarrier::init(&shared.segment_full[slot], 1);
       ClusterBarrier::init(&shared.segment_empty[slot], 32 * (2 + T::kRowGroups * 4 + (guided ? kGuideWarps : 0)));
     }
+    for (Mail<T>& mail : shared.mail) {
+      for (int slot = 0; slot < T::kMailSlots; ++slot) {
+        ClusterBarrier::init(&mail.full[slot], 1);
+        ClusterBarrier::init(&mail.empty[slot], 1);
+      }
+    }
     cutlass::arch::fence_barrier_init();
     if (boxes.box > 0) {
       cute::prefetch_tma_descriptor(&boxes.k);
@@ -357,6 +363,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     }
   }
   __syncthreads();
+  if (T::kMayPair && w.heads_per_part > 1) join_pair();
   if (threadIdx.x < kGroupThreads) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     cudaGridDependencySynchronize();

@@ -139,8 +139,9 @@ __global__ void __launch_bounds__(kFinishThreads, kHeadDim > 128 ? 4 : 5)
   const RequestPlan& plan = w.requests[b];
   const int of_row_tile = blockIdx.y;
   if (of_row_tile >= merges) {
-    portable::reduce_dump(p, w.dump, plan.request.dump_len, b, (of_row_tile - merges) * gridDim.x + blockIdx.x,
-                          (gridDim.y - merges) * gridDim.x, kFinishThreads);
+    portable::reduce_dump(p, w.dump, p.cache.num_heads_kv / w.heads_per_part, plan.request.dump_len, b,
+                          (of_row_tile - merges) * gridDim.x + blockIdx.x, (gridDim.y - merges) * gridDim.x,
+                          kFinishThreads);
     return;
   }
   int row_tile = 0;

@@ -1,7 +1,7 @@
 // The warps of a Hopper verify CTA that multiply its guide rows and dump what they say, off the other roles' path.
 #pragma once
 
-#include "verify/hopper_traits.cuh"
+#include "verify/hopper_pair.cuh"
 
 namespace vegas_ops::hopper {
 
@@ -28,6 +28,10 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
   const int lane_offset = swizzled_offset<T::kTileKeys>(first_row + own_row, lane % 4);
   const bool token = p.dump == VEGAS_DUMP_TOKEN;
   int parity = 0;
+  PairedDump<T, kOwnKeys> pair(shared, guide_warp);
+  const bool paired = T::kMayPair && w.heads_per_part > 1;
+  const int lag = paired && pair.receives();
+  if (paired) await_pair();
   RingPosition<T::kStages> ring;
   SegmentReader<T> segments = {shared};
   for (const Segment* next; (next = segments.next()); segments.done()) {
@@ -41,96 +45,113 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
       continue;
     }
     portable::GuideDump dump;
-    portable::describe_guides(dump, p, s.request, s.index, s.kv_head, w.dump);
+    portable::describe_guides(dump, p, s.request, s.index, s.kv_head, s.kv_head / w.heads_per_part,
+                              p.cache.num_heads_kv / w.heads_per_part, w.dump);
     uint4 query[kSteps];
     portable::guide_column<Element>(p, s.request, s.kv_head, lane / 4 % portable::kGuideColumns, lane % 4, query);
     const float scale = p.softmax_scale * portable::descale_of(p.cache.k, s.index, s.kv_head);
-    // Masked for all rows: the guide warps take turns.
-#pragma unroll 1
-    for (int side = 0; side < 2; ++side) {
-      const int begin = s.template key_of<T::kTileKeys>(side == 0 ? s.first_tile : s.live_end);
-      const int end = side == 0 ? s.template key_of<T::kTileKeys>(s.live_begin)
-                                : min(s.template key_of<T::kTileKeys>(s.first_tile + s.tiles), s.request.end_key);
-      for (int key = begin + guide_warp * 32 + lane; key < end; key += 32 * kGuideWarps) {
-        dump.write(key, -INFINITY, -INFINITY);
-      }
-    }
     RowNorm norm[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};  // of this lane's keys
-    const int end_key = s.request.end_key;
-    const int live_end = s.live_end;
-    int key = s.template key_of<T::kTileKeys>(s.live_begin) + own_column;
-    for (int tile = s.live_begin; tile < live_end; ++tile, key += T::kTileKeys) {
-      wait_barrier(shared.keys_full[ring.stage], ring.phase);
-      const char* keys = shared.keys[ring.stage] + lane_offset;
-      // Products of even and odd words are chains of their own.
-      float x[kProducts][4] = {};
-      float odd[kProducts][4] = {};
-      uint32_t valid = 0;
+    float held[kOwnKeys] = {};                                 // parts of the tile before
+    int key = s.template key_of<T::kTileKeys>(s.first_tile) + own_column;
+    for (int tile = s.first_tile; tile < s.first_tile + s.tiles + lag; ++tile, key += T::kTileKeys) {
+      float logits[2][kOwnKeys];  // of guide rows
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        // The swizzle depends on the row within 8 alone, so 8 rows further is 1024 bytes further.
-        const char* from = keys + (lane_offset ^ 64 * (k % 2)) - lane_offset + k / 2 * (T::kTileKeys * 128);
-        uint4 rows[kProducts][2];
+      for (int i = 0; i < kOwnKeys; ++i) logits[0][i] = logits[1][i] = -INFINITY;
+      // Other tiles are masked for all rows, and not loaded.
+      if (tile >= s.live_begin && tile < s.live_end) {
+        wait_barrier(shared.keys_full[ring.stage], ring.phase);
+        const char* keys = shared.keys[ring.stage] + lane_offset;
+        // Products of even and odd words are chains of their own.
+        float x[kProducts][4] = {};
+        float odd[kProducts][4] = {};
+        uint32_t valid = 0;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          // The swizzle depends on the row within 8 alone, so 8 rows further is 1024 bytes further.
+          const char* from = keys + (lane_offset ^ 64 * (k % 2)) - lane_offset + k / 2 * (T::kTileKeys * 128);
+          uint4 rows[kProducts][2];
+#pragma unroll
+          for (int m = 0; m < kProducts; ++m) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) rows[m][i] = *reinterpret_cast<const uint4*>(from + (2 * m + i) * 1024);
+          }
+          if (k + 1 == kSteps) {
+            valid = shared.valid[ring.stage].words[own_column / 32] >> own_column % 32;
+            arrive_as_warp(shared.keys_empty[ring.stage]);
+          }
+#pragma unroll
+          for (int m = 0; m < kProducts; ++m) {
+            const uint32_t even_words[4] = {rows[m][0].x, rows[m][1].x, rows[m][0].y, rows[m][1].y};
+            const uint32_t odd_words[4] = {rows[m][0].z, rows[m][1].z, rows[m][0].w, rows[m][1].w};
+            portable::mma<Element>(x[m], even_words, query[k].x, query[k].y);
+            portable::mma<Element>(odd[m], odd_words, query[k].z, query[k].w);
+          }
+        }
 #pragma unroll
         for (int m = 0; m < kProducts; ++m) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) rows[m][i] = *reinterpret_cast<const uint4*>(from + (2 * m + i) * 1024);
+          for (int i = 0; i < 4; ++i) x[m][i] += odd[m][i];
         }
-        if (k + 1 == kSteps) {
-          valid = shared.valid[ring.stage].words[own_column / 32] >> own_column % 32;
-          arrive_as_warp(shared.keys_empty[ring.stage]);
-        }
-#pragma unroll
-        for (int m = 0; m < kProducts; ++m) {
-          const uint32_t even_words[4] = {rows[m][0].x, rows[m][1].x, rows[m][0].y, rows[m][1].y};
-          const uint32_t odd_words[4] = {rows[m][0].z, rows[m][1].z, rows[m][0].w, rows[m][1].w};
-          portable::mma<Element>(x[m], even_words, query[k].x, query[k].y);
-          portable::mma<Element>(odd[m], odd_words, query[k].z, query[k].w);
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < kProducts; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[m][i] += odd[m][i];
-      }
-      ring.advance();
+        ring.advance();
 
-      if (token) {
-        // Its four terms are in two columns each of neighbours.
+        if (token) {
+          // Its four terms are in two columns each of neighbours.
 #pragma unroll
-        for (int m = 0; m < kProducts; ++m) {
+          for (int m = 0; m < kProducts; ++m) {
 #pragma unroll
-          for (int i = 0; i < 4; i += 2) {
-            x[m][i] += x[m][i + 1];
-            x[m][i] += __shfl_xor_sync(0xffffffffu, x[m][i], 1);
-            x[m][i + 1] = x[m][i];
+            for (int i = 0; i < 4; i += 2) {
+              x[m][i] += x[m][i + 1];
+              x[m][i] += __shfl_xor_sync(0xffffffffu, x[m][i], 1);
+              x[m][i + 1] = x[m][i];
+            }
+          }
+        }
+        float own[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          own[i] = x[0][i];
+#pragma unroll
+          for (int m = 1; m < kProducts; ++m) own[i] = own_product == m ? x[m][i] : own[i];
+        }
+#pragma unroll
+        for (int i = 0; i < kOwnKeys; ++i) {
+          const int at = key + 8 * i;
+          const bool exists = valid >> 8 * i & 1;
+#pragma unroll
+          for (int g = 0; g < 2; ++g) {
+            float value = kOwnKeys == 2 ? own[2 * i + g] : own_half == 0 ? own[g] : own[2 + g];
+            value *= scale;
+            if (p.softcap > 0.0f) value = p.softcap * tanhf(value / p.softcap);
+            logits[g][i] = exists && dump.sees(g, at) ? value : -INFINITY;
           }
         }
       }
-      float own[4];
+      if (!token) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        own[i] = x[0][i];
-#pragma unroll
-        for (int m = 1; m < kProducts; ++m) own[i] = own_product == m ? x[m][i] : own[i];
+        for (int g = 0; g < 2; ++g) portable::add_logits(norm[g], logits[g]);
       }
-      float logits[2][kOwnKeys];  // of guide rows
+      if (p.dump == VEGAS_DUMP_KV_HEAD) {
+#pragma unroll
+        for (int i = 0; i < kOwnKeys; ++i) dump.write(key + 8 * i, logits[0][i], logits[1][i]);
+        continue;
+      }
+      float parts[kOwnKeys];
 #pragma unroll
       for (int i = 0; i < kOwnKeys; ++i) {
-        const int at = key + 8 * i;
-        const bool exists = at < end_key && (valid >> 8 * i & 1);
-#pragma unroll
-        for (int g = 0; g < 2; ++g) {
-          float value = kOwnKeys == 2 ? own[2 * i + g] : own_half == 0 ? own[g] : own[2 + g];
-          value *= scale;
-          if (p.softcap > 0.0f) value = p.softcap * tanhf(value / p.softcap);
-          logits[g][i] = exists && dump.sees(g, at) ? value : -INFINITY;
-        }
-        dump.write(at, logits[0][i], logits[1][i]);
+        const float part = dump.part_of(logits[0][i], logits[1][i]);
+        parts[i] = lag ? held[i] : part;
+        held[i] = part;
       }
-      if (token) continue;
+      if (paired) {
+        if (!lag) {
+          pair.send(own_column - first_row, parts);
+          continue;
+        }
+        if (tile == s.first_tile) continue;
+        pair.receive(own_column - first_row, parts);
+      }
 #pragma unroll
-      for (int g = 0; g < 2; ++g) portable::add_logits(norm[g], logits[g]);
+      for (int i = 0; i < kOwnKeys; ++i) dump.write_part(key - lag * T::kTileKeys + 8 * i, parts[i]);
     }
     if (token) continue;
 
@@ -154,6 +175,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     }
     parity ^= 1;
   }
+  if (paired) leave_pair();
 }
 
 }  // namespace vegas_ops::hopper

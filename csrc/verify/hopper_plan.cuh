@@ -33,7 +33,8 @@ struct Workspace {
   RequestPlan* requests;  // (batch,)
   float2* partial_norm;   // (slot, norm_rows): maximum in log2 units, sum; the guide rows come last
   float* partial_output;  // (slot, tile_rows, padded head_dim), not yet divided by the sum
-  float* dump;            // the KV heads' parts of a summed dump
+  float* dump;            // parts of a summed dump: a KV head's, or those of two together
+  int heads_per_part;     // 2: CTAs work in pairs
   SplitRule rule;
   int tile_shift;  // log2 of the keys of a tile
   cutlass::FastDivmod teams;

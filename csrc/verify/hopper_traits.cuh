@@ -24,7 +24,7 @@ constexpr int kGuideWarps = 2;
 // Named barriers of parts of the CTA; a softmax group's own is 1 + group.
 constexpr int kProducerBarrier = 1 + kMaxRowGroups;
 constexpr int kGuideBarrier = kProducerBarrier + 1;
-constexpr int kSegmentSlots = 3;  // segments that the CTA's roles may be apart
+constexpr int kSegmentSlots = 2;  // segments that the CTA's roles may be apart
 
 // One kernel: query type, padded head dimension, how many warpgroups own 64 packed rows each, and keys of a tile.
 template <class Element_, int kHeadDim_, int kRowGroups_, int kTileKeys_>
@@ -38,6 +38,7 @@ struct Traits {
   static constexpr int kThreads = kGroupThreads * (1 + kRowGroups);
   // One row group leaves room for two CTAs, whose softmax and products then overlap.
   static constexpr int kCtasPerSm = ctas_per_sm(kRowGroups, kHeadDim);
+  static constexpr bool kMayPair = may_pair(kRowGroups, kHeadDim);
   // Together as many as the threads start with.
   static constexpr int kProducerRegisters = kCtasPerSm == 2   ? (kHeadDim == 64 ? 96 : 88)
                                             : kRowGroups == 1 ? 240
@@ -51,7 +52,8 @@ struct Traits {
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kSharedPerSm = 228 * 1024;
   static constexpr int kReservedPerCta = 1024;
-  static constexpr int kMiscBytes = 1024;  // all but tiles and queries
+  static constexpr int kMiscBytes = 1024 + (kHeadDim == 64 ? 1024 : 0);  // all but tiles and queries
+  static constexpr int kMailSlots = 2;                                   // tiles that the CTAs of a pair may be apart
   static constexpr int kRingBytes = kSharedPerSm / kCtasPerSm - kReservedPerCta - kMiscBytes - kQueryBytes;
   static constexpr int kStages = kRingBytes / (2 * kTileBytes) < 8 ? kRingBytes / (2 * kTileBytes) : 8;
   static constexpr int kSegments = kHeadDim / 8;  // of 16 bytes, in a row
@@ -95,6 +97,14 @@ struct alignas(kKeys / 8) KeyMask {
   }
 };
 
+// What a guide warp receives from the other CTA of its pair.
+template <class T>
+struct Mail {
+  uint64_t full[T::kMailSlots];
+  uint64_t empty[T::kMailSlots];  // of what it sends
+  float parts[T::kMailSlots][T::kTileKeys / kGuideWarps];
+};
+
 template <class T>
 struct SharedMemory {
   alignas(1024) char keys[T::kStages][T::kTileBytes];
@@ -107,6 +117,7 @@ struct SharedMemory {
   uint64_t values_empty[T::kStages];
   uint64_t segment_full[kSegmentSlots];
   uint64_t segment_empty[kSegmentSlots];
+  Mail<T> mail[kGuideWarps];
   Share share;
   Segment segments[kSegmentSlots];
   RowNorm guide_norm[2][2];  // of the last guide warp: by parity of the segment, and guide row; scratch before

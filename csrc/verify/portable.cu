@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x >= merge_ctas) {
     const int64_t i = blockIdx.x - merge_ctas;
     const int b = static_cast<int>(i / reduce_parts);
-    reduce_dump(p, w.dump, VerifyRequest(p, b).dump_len, b, static_cast<int>(i % reduce_parts), reduce_parts, kThreads);
+    reduce_dump(p, w.dump, p.cache.num_heads_kv, VerifyRequest(p, b).dump_len, b, static_cast<int>(i % reduce_parts),
+                reduce_parts, kThreads);
     return;
   }
   const int row_groups = ceil_div(w.tile_rows + w.extra_norms, kWarps);

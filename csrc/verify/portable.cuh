@@ -240,7 +240,7 @@ template <class T>
 __device__ inline void describe_dump(SharedDump& dump, const VegasVerifyParams& p, const PlanWorkspace& w,
                                      const VerifyRequest& request, int b, int kv_head, int row_tile) {
   using Element = typename T::Element;
-  describe_guides(dump.guides, p, request, b, kv_head, w.dump);
+  describe_guides(dump.guides, p, request, b, kv_head, kv_head, p.cache.num_heads_kv, w.dump);
   if (row_tile > 0) dump.guides.num_guides = 0;
   for (int g = 0; g < request.num_guides; ++g) dump.guide_heads[g] = guide_heads<Element>(p, request, kv_head, g);
   dump.group = p.num_heads_q / p.cache.num_heads_kv;

@@ -28,10 +28,11 @@ struct VerifyCase {
   bool bad_pages = false;
   bool batch_invariant = false;
   int num_splits = 0;
+  int bound = 0;  // of the lengths, which may be shorter
 
   int batch() const { return static_cast<int>(lengths.size()); }
   int heads_q() const { return group * shape.heads_kv; }
-  int max_seqlen_k() const { return *std::max_element(lengths.begin(), lengths.end()); }
+  int max_seqlen_k() const { return std::max(bound, *std::max_element(lengths.begin(), lengths.end())); }
   bool guided() const { return dump == VEGAS_DUMP_TOKEN_WEIGHT || dump == VEGAS_DUMP_KV_HEAD; }
   bool summed() const { return dump == VEGAS_DUMP_TOKEN || dump == VEGAS_DUMP_TOKEN_WEIGHT; }
 };
@@ -440,6 +441,13 @@ void run_verify(Session& session) {
   c = {.shape = {.heads_kv = 8}, .lengths = {600, 97}, .q_lens = {7, 7}, .dump = VEGAS_DUMP_TOKEN_WEIGHT};
   add(c);
   c.shape.head_dim = 64, c.group = 8, c.dump = VEGAS_DUMP_TOKEN, c.window_left = 127, c.sinks = true;
+  add(c);
+  // A bound far beyond all lengths, for which CTAs add up dumps in pairs.
+  c.bound = 1 << 17;
+  add(c);
+  c.lengths = {1900, 333}, c.group = 4, c.dump = VEGAS_DUMP_TOKEN_WEIGHT, c.batch_invariant = true;
+  add(c);
+  c.shape.head_dim = 128, c.batch_invariant = false, c.window_left = -1, c.bad_pages = true;
   add(c);
   for (const VerifyCase& one : cases) {
     session.run(describe(one), [&](Random& random) { check(one, session.device, random); });
