@@ -100,11 +100,15 @@ VegasDtype query_dtype(const Tensor& q) {
   return dtype;
 }
 
-void check_out(const Tensor& out, const Tensor& q, const Place& place) {
+template <class Params>
+void set_out(Params& p, const Tensor& out, const Tensor& q, const Place& place) {
   check_dtype(out, "out", q.scalar_type());
   check_shape(out, "out", {q.size(0), q.size(1), q.size(2)});
   place.check(out, "out");
   check_last_dim_contiguous(out, "out");
+  p.out = out.mutable_data_ptr();
+  p.out_stride_row = out.stride(0);
+  p.out_stride_head = out.stride(1);
 }
 
 float* mutable_floats(const Tensor& t, const char* name, std::initializer_list<int64_t> shape, const Place& place) {
@@ -181,10 +185,7 @@ void flash_attn_with_logit_dump(const Tensor& q, const Tensor& k_cache, const Te
   p.dump_len = optional_data<int32_t>(dump_len, "dump_len", {batch}, place);
   p.batch_invariant = batch_invariant;
   p.num_splits = narrow(num_splits, "num_splits");
-  check_out(out, q, place);
-  p.out = out.mutable_data_ptr();
-  p.out_stride_row = out.stride(0);
-  p.out_stride_head = out.stride(1);
+  set_out(p, out, q, place);
   p.lse = mutable_floats(lse, "lse", {heads_q, total_q}, place);
   if (p.dump != VEGAS_DUMP_NONE) {
     if (!logits) refuse("`logits` must be given for a dump, got None");
@@ -394,10 +395,7 @@ void sparse_paged_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v
   p.window_right = narrow(window_right, "window_size");
   p.batch_invariant = batch_invariant;
   p.num_splits = narrow(num_splits, "num_splits");
-  check_out(out, q, place);
-  p.out = out.mutable_data_ptr();
-  p.out_stride_row = out.stride(0);
-  p.out_stride_head = out.stride(1);
+  set_out(p, out, q, place);
   p.lse = mutable_floats(lse, "lse", {heads_q, batch}, place);
   set_workspace(p.workspace, p.workspace_bytes, workspace, place);
   call(vegas_sparse_paged_decode, p, place);

@@ -9,6 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "common/warp_scan.cuh"
+
 namespace vegas_ops::portable {
 
 // CTAs that the default rule aims at: enough to fill a large GPU about once, then up to four times, with
@@ -186,15 +188,9 @@ struct SyncCta {
 // the sum. Two counts may share 64 bits. `warp_sums` is shared memory, one value per warp.
 template <class Value, class Sync = SyncCta>
 __device__ inline Value block_scan(Value value, Value* total, Value* warp_sums, int threads, const Sync& sync = {}) {
-  const int lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
-  Value inclusive = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const Value below = __shfl_up_sync(0xffffffffu, inclusive, step);
-    if (lane >= step) inclusive += below;
-  }
-  if (lane == 31) warp_sums[warp] = inclusive;
+  const Value inclusive = warp_scan(value);
+  if ((threadIdx.x & 31) == 31) warp_sums[warp] = inclusive;
   sync();
   Value before = 0;
   Value sum = 0;

@@ -11,13 +11,14 @@
 
 #include <cuda_runtime.h>
 
+#include "common/warp_scan.cuh"
 #include "select/hopper_exchange.cuh"
 #include "select/hopper_slice.cuh"
 #include "select/wave.h"
 
 namespace vegas_ops::selection::hopper {
 
-constexpr int kBins = 128;  // the last counts what lies above the others
+constexpr int kIntervalBins = 128;  // the last counts what lies above the others
 constexpr int kSampleBins = 256;
 constexpr int kListed = 256;                   // keys that are ranked one by one
 constexpr uint32_t kLowestKey = 0x00800000u;   // of -FLT_MAX
@@ -37,7 +38,7 @@ struct Interval {  // of keys, both ends included
 
 struct alignas(16) Shared {
   uint32_t sample[kSampleBins];
-  uint32_t histogram[kBins];
+  uint32_t histogram[kIntervalBins];
   uint32_t own[kListed];                 // keys of the threshold's bin in this slice
   uint32_t listed[kListed];              // received: those of all slices
   uint32_t received_least[kMaxCluster];  // received, where these are too many: the extremes of every CTA's
@@ -64,7 +65,7 @@ struct alignas(16) Shared {
 // Then the histograms of the cluster's CTAs, and the slice's scores.
 
 __host__ __device__ constexpr int shared_bytes(const Shape& shape) {
-  return static_cast<int>(sizeof(Shared) + (kBins * sizeof(uint32_t) << shape.cluster_bits) +
+  return static_cast<int>(sizeof(Shared) + (kIntervalBins * sizeof(uint32_t) << shape.cluster_bits) +
                           (kThreads * sizeof(float) << shape.run_bits));
 }
 
@@ -188,12 +189,7 @@ struct Chosen {
 
 // Exclusive sum over the CTA's threads; `total` is the sum of all.
 __device__ __forceinline__ uint32_t block_scan(uint32_t value, Shared& shared, uint32_t& total) {
-  uint32_t inclusive = value;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const uint32_t lower = __shfl_up_sync(kAllLanes, inclusive, offset);
-    if (lane_of_thread() >= offset) inclusive += lower;
-  }
+  const uint32_t inclusive = warp_scan(value);
   if (lane_of_thread() == 31) shared.warp_sums[warp_of_thread()] = inclusive;
   __syncthreads();
   const uint32_t sum = shared.warp_sums[lane_of_thread() % kWarps];
@@ -215,7 +211,7 @@ __device__ __forceinline__ int32_t written_for(const VegasSelectParams& p, int32
 struct Selector {
   const VegasSelectParams& p;
   Shared& shared;
-  uint32_t* histograms;  // (ctas, kBins), received
+  uint32_t* histograms;  // (ctas, kIntervalBins), received
   float4* scores;
   const Slice& slice;
   uint32_t ctas;  // of the cluster
@@ -241,13 +237,13 @@ struct Selector {
       }
     });
     above = __reduce_add_sync(kAllLanes, above);
-    if (lane_of_thread() == 0 && above) atomicAdd(&shared.histogram[kBins - 1], above);
+    if (lane_of_thread() == 0 && above) atomicAdd(&shared.histogram[kIntervalBins - 1], above);
     __syncthreads();
     const bool alone = ctas == 1;
-    if (threadIdx.x == 0) shared.count_mail.expect(ctas * kBins * sizeof(uint32_t), alone);
+    if (threadIdx.x == 0) shared.count_mail.expect(ctas * kIntervalBins * sizeof(uint32_t), alone);
     if (warp_of_thread() < ctas) {
       const int lane = lane_of_thread();
-      shared.count_mail.send(reinterpret_cast<uint4*>(histograms + kBins * cta) + lane, warp_of_thread(),
+      shared.count_mail.send(reinterpret_cast<uint4*>(histograms + kIntervalBins * cta) + lane, warp_of_thread(),
                              reinterpret_cast<uint4*>(shared.histogram)[lane], alone);
     }
     shared.count_mail.wait(counted++, alone);
@@ -256,19 +252,19 @@ struct Selector {
   // Finds the bin of the rank-th key, and makes ready for the next count.
   __device__ __forceinline__ void locate(uint32_t rank) {
     if (warp_of_thread() == 0) {
-      uint32_t counts[kBins / 32] = {};
-      const uint32_t* at = histograms + kBins - 4 - kBins / 32 * lane_of_thread();
+      uint32_t counts[kIntervalBins / 32] = {};
+      const uint32_t* at = histograms + kIntervalBins - 4 - kIntervalBins / 32 * lane_of_thread();
 #pragma unroll 4
-      for (uint32_t from = 0; from < ctas; ++from, at += kBins) {
+      for (uint32_t from = 0; from < ctas; ++from, at += kIntervalBins) {
         const uint4 v = *reinterpret_cast<const uint4*>(at);
         counts[0] += v.w, counts[1] += v.z, counts[2] += v.y, counts[3] += v.x;
       }
-      const Ranking<kBins / 32> ranking(counts);
+      const Ranking<kIntervalBins / 32> ranking(counts);
       const uint32_t from_top = ranking.find(rank);
       const uint2 around = ranking.around(rank);
       if (lane_of_thread() == 0) {
         shared.total = ranking.total;
-        shared.bin = kBins - 1 - from_top;
+        shared.bin = kIntervalBins - 1 - from_top;
         shared.rank = rank - around.x;
         shared.count = around.y - around.x;
         shared.num_own = 0;
@@ -277,7 +273,7 @@ struct Selector {
       }
     }
     __syncthreads();
-    if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;  // only now have all warps sent their copies
+    if (threadIdx.x < kIntervalBins) shared.histogram[threadIdx.x] = 0;  // only now have all warps sent their copies
   }
 
   // Sends the `count` keys of an interval to all CTAs, after those of earlier slices.
@@ -354,7 +350,7 @@ struct Selector {
     uint32_t listed = 0;  // keys, of which earlier slices' come first
     uint32_t earlier = 0;
     for (;;) {
-      const int shift = bin_shift(interval.high - interval.low, kBins - 2, 7);
+      const int shift = bin_shift(interval.high - interval.low, kIntervalBins - 2, 7);
       count(interval, shift);
       locate(rank);
       if (shared.total < rank) {
@@ -371,13 +367,14 @@ struct Selector {
         continue;
       }
       bin = shared.bin;
-      const uint32_t low = bin == kBins - 1 ? interval.high + 1 : interval.low + (static_cast<uint32_t>(bin) << shift);
-      interval.high = bin == kBins - 1 ? kHighestKey : bin_end(low, shift, interval.high);
+      const uint32_t low =
+          bin == kIntervalBins - 1 ? interval.high + 1 : interval.low + (static_cast<uint32_t>(bin) << shift);
+      interval.high = bin == kIntervalBins - 1 ? kHighestKey : bin_end(low, shift, interval.high);
       interval.low = low;
       chosen.threshold = low;
       chosen.ties = shared.rank;
       const int lane = lane_of_thread();
-      earlier = __reduce_add_sync(kAllLanes, lane < static_cast<int>(cta) ? histograms[lane * kBins + bin] : 0);
+      earlier = __reduce_add_sync(kAllLanes, lane < static_cast<int>(cta) ? histograms[lane * kIntervalBins + bin] : 0);
       if (interval.low == interval.high) break;
       if (shared.count <= kListed) {
         listed = shared.count;
@@ -393,8 +390,8 @@ struct Selector {
     }
     // What earlier slices write.
     uint32_t better = 0, equal = 0;
-    for (uint32_t i = threadIdx.x; i < cta * kBins; i += kThreads) {
-      better += static_cast<int>(i % kBins) > bin ? histograms[i] : 0;
+    for (uint32_t i = threadIdx.x; i < cta * kIntervalBins; i += kThreads) {
+      better += static_cast<int>(i % kIntervalBins) > bin ? histograms[i] : 0;
     }
     if (listed && threadIdx.x < earlier) {
       better += shared.listed[threadIdx.x] > chosen.threshold;
@@ -449,7 +446,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   if (threadIdx.x == 0) shared.count_mail.open(), shared.key_mail.open();
   join_cluster();
   if (threadIdx.x < kSampleBins) shared.sample[threadIdx.x] = 0;
-  if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
+  if (threadIdx.x < kIntervalBins) shared.histogram[threadIdx.x] = 0;
   const int32_t index = blockIdx.x >> shape.cluster_bits, cta = blockIdx.x & ((1 << shape.cluster_bits) - 1);
   const int64_t list_index = wave.first + index;
   const List list = list_at(p, list_index);
@@ -477,7 +474,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     slice.first = origin + (cta * kThreads << run_bits);
 
     uint32_t* histograms = reinterpret_cast<uint32_t*>(&shared + 1);
-    float4* scores = reinterpret_cast<float4*>(histograms + (kBins << shape.cluster_bits));
+    float4* scores = reinterpret_cast<float4*>(histograms + (kIntervalBins << shape.cluster_bits));
     load_slice(slice, scores);
     if (threadIdx.x == 0) shared.quota = quota;
     const uint32_t rank = quota.free;

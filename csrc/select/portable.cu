@@ -9,6 +9,7 @@
 #include "common/backends.h"
 #include "common/cuda_launch.h"
 #include "common/status.h"
+#include "common/warp_scan.cuh"
 #include "select/scores.cuh"
 #include "select/wave.h"
 
@@ -32,7 +33,6 @@ constexpr int kSplitCtas = 512;
 constexpr int kMaxParts = 32;
 constexpr int kMinPart = 4096;                    // scores
 constexpr int64_t kRowBytes = int64_t{64} << 20;  // of workspace for rows of scores, where that holds one
-constexpr size_t kAlignment = 256;
 
 __host__ __device__ constexpr int parts_of(int64_t lists) {
   return kSplitCtas / lists < kMaxParts ? static_cast<int>(kSplitCtas / lists) : kMaxParts;
@@ -85,12 +85,7 @@ __device__ __forceinline__ Row row_of(const VegasSelectParams& p, const Wave& wa
 // Exclusive sum over the CTA's threads; `total` is the sum of all.
 __device__ __forceinline__ uint32_t block_scan(uint32_t value, Shared& shared, uint32_t& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint32_t inclusive = value;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const uint32_t lower = __shfl_up_sync(0xffffffffu, inclusive, offset);
-    if (lane >= offset) inclusive += lower;
-  }
+  const uint32_t inclusive = warp_scan(value);
   if (lane == 31) shared.warp_sums[warp] = inclusive;
   __syncthreads();
   uint32_t before = 0;
@@ -407,8 +402,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 // ---- launches -----------------------------------------------------------------------------------
 
 // A list is split in two at least, so that half as many states as CTAs suffice.
-constexpr size_t kSplitBytes = kSplitCtas / 2 * sizeof(SplitState) + kSplitCtas * sizeof(Part);
-constexpr size_t kStateBytes = (kSplitBytes + kAlignment - 1) / kAlignment * kAlignment;
+constexpr size_t kStateBytes = kSplitCtas / 2 * sizeof(SplitState) + kSplitCtas * sizeof(Part);
+static_assert(kStateBytes % 256 == 0, "rows of scores follow, read 16 bytes at a time");
 
 int64_t row_stride(int32_t max_seqlen_k) { return (int64_t{max_seqlen_k} + 3) / 4 * 4; }
 

@@ -11,6 +11,7 @@
 
 #define __host__
 #define __device__
+#define __forceinline__ inline
 #define __shared__ static
 struct float2 {
   float x, y;
