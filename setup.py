@@ -6,6 +6,7 @@ VEGAS_TORCH_DIR, MAX_JOBS, VEGAS_CMAKE_ARGS.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import itertools
 import os
@@ -24,6 +25,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 OLDEST_TORCH = (2, 10)
 CUTLASS_VERSION = "4.2.0.0"
+CUTLASS_SHA256 = "f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6"  # of its wheel
 GIB = 1 << 30
 JOB_BYTES = 2 * GIB  # the largest compile job stays below
 RESERVE_BYTES = 1 * GIB  # left to everything else on the machine
@@ -98,6 +100,11 @@ def find_cutlass(download_to: Path) -> Path | None:
         if subprocess.run(fetch).returncode != 0:
             return None
         for archive in download_to.glob("nvidia_cutlass-*.whl"):
+            if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != CUTLASS_SHA256:
+                archive.unlink()
+                raise SystemExit(
+                    f"vegas_ops: {archive.name} must have the sha256 {CUTLASS_SHA256}, got {found}"
+                )
             zipfile.ZipFile(archive).extractall(download_to)
     return unpacked
 

@@ -260,3 +260,33 @@ def test_case_106_older_gpus_get_portable_kernels() -> None:
     assert cuda_kernels(VEGAS_OPS_KERNELS="portable") == ["portable"] * 3
     default = re.search(r'VEGAS_CUDA_ARCHITECTURES "([\d;]+)"', (ROOT / "CMakeLists.txt").read_text())
     assert default and {"80", "86", "89"} <= set(default[1].split(";"))
+
+
+def test_continuous_integration_pins_what_it_installs() -> None:
+    """By version and hash, all that pyproject.toml names but torch, which setup.py finds."""
+    project = (ROOT / "pyproject.toml").read_text()
+    lists = re.findall(r"^(?:requires|dependencies|transformers|test) = \[(.*)\]", project, re.MULTILINE)
+    names = {re.split(r"[^\w-]", r)[0] for text in lists for r in re.findall(r'"([^"]+)"', text)} - {"torch"}
+    assert {"cmake", "numpy", "pytest", "transformers"} <= names
+    pins = re.findall(r"^([\w-]+)==\S+.*((?:\n +--hash=sha256:[0-9a-f]{64}.*)+)$",
+                      (ROOT / ".ci" / "requirements.txt").read_text(), re.MULTILINE)  # fmt: skip
+    assert names <= {name for name, _ in pins}
+
+
+def test_cutlass_is_what_it_was(
+    setup_py: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another wheel under its name is refused, and not kept."""
+    for variable in ("VEGAS_CUTLASS_DIR", "CUTLASS_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(setup_py, "package_folder", lambda name: None)
+    wheel = tmp_path / f"nvidia_cutlass-{setup_py.CUTLASS_VERSION}-py3-none-any.whl"
+
+    def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        wheel.write_bytes(b"something else")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(setup_py.subprocess, "run", download)
+    with pytest.raises(SystemExit, match=f"{wheel.name} must have the sha256 {setup_py.CUTLASS_SHA256}, got"):
+        setup_py.find_cutlass(tmp_path)
+    assert not wheel.exists()
