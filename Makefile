@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 NATIVE := 'csrc/*' 'tests/native/*.cpp' 'tests/native/*.h' 'examples/c/*.c'
 SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: demo test test-vllm bench lint format clean
+.PHONY: demo test test-vllm test-asan fuzz bench lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/vegas-ops demo $(ARGS)
@@ -16,6 +16,12 @@ test: $(VENV)/.installed
 
 test-vllm: $(VENV)-vllm/.installed
 	$(VENV)-vllm/bin/pytest tests/test_vllm.py tests/test_vllm_engine.py $(ARGS)
+
+test-asan: $(VENV)/.installed
+	PYTHON=$(BIN)/python tools/sanitize.sh $(ARGS)
+
+fuzz: $(VENV)/.installed
+	$(BIN)/python tools/fuzz.py $(ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/vegas-ops bench $(ARGS)

@@ -1,4 +1,4 @@
-"""Inputs of the attention ops with traps around everything that must stay untouched.
+"""Inputs of the ops with traps around everything that must stay untouched.
 
 Every cache slot outside the visible lengths holds NaN, every unused table entry a page id that
 would be a wild read, every output a sentinel. A case carries the arguments of one call.
@@ -6,6 +6,7 @@ would be a wild read, every output a sentinel. A case carries the arguments of o
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -394,3 +395,124 @@ class SparseCase(PagedCase):
             if 0 <= page < num_pages:
                 slots.append(page * self.page_size + position % self.page_size)
         return slots
+
+
+class SelectCase:
+    """A call of topk_aggregate_logits, from the arguments of `op_draws.select_arguments`.
+
+    Logits are small integers, so that sums are exact in fp32.
+    """
+
+    def __init__(self, device: torch.device, **arguments: Any) -> None:
+        self.device, self.arguments = device, arguments
+        c = arguments
+        generator = torch.Generator().manual_seed(c["seed"])
+        dump, batch, width, heads = c["dump"], c["batch"], c["width"], c["heads"]
+        cu = [0]
+        for n in c["q_lens"]:
+            cu.append(cu[-1] + n)
+        total_q = cu[-1] + 1
+        shape: tuple[int, ...] = {
+            "token": (batch, width),
+            "token_weight": (batch, width),
+            "kv_head": (batch, 2, heads, width),
+            "rows": (batch, heads, 2, width),
+            "all": (total_q, heads, width),
+        }[dump]
+        lead = () if c["layers"] is None else (c["layers"],)
+        shape = (*lead, *shape)
+        values = torch.randint(-c["spread"], c["spread"] + 1, shape, generator=generator).float()
+        drawn = torch.rand(shape, generator=generator)
+        special = torch.tensor([-math.inf, math.inf, math.nan, -0.0])
+        which = torch.randint(0, 4, shape, generator=generator)
+        values = torch.where(drawn < c["specials"], special[which], values)
+        # A one-row request dumps equal planes.
+        for b, n in enumerate(c["q_lens"]):
+            if n == 1 and dump == "kv_head":
+                values[..., b, 1, :, :] = values[..., b, 0, :, :]
+            if n == 1 and dump == "rows":
+                values[..., b, :, 1, :] = values[..., b, :, 0, :]
+        summed = dump in ("token", "token_weight")
+        dtype = torch.float32 if summed or c["fp32"] else torch.bfloat16
+        # Columns behind the last that the dump's views leave out.
+        wide = torch.full((*shape[:-1], width + 3), math.inf, dtype=dtype)
+        wide[..., :width] = values.to(dtype)
+        self.logits = wide.to(device)[..., :width]
+        self.dump_kwargs: dict[str, Any] = {
+            "dump": dump,
+            "mode": c["mode"],
+            "seqlens": int32(c["seqlens"], device),
+            "cu_seqlens_q": int32(cu, device) if c["with_rows"] else None,
+            "dump_rows": None if c["dump_rows"] is None else int32(c["dump_rows"], device),
+        }
+        norms: dict[str, Tensor] = {}
+        if c["mode"] == "weight" and dump == "kv_head":
+            norms["guide_lse"] = torch.randn((*lead, batch, 2, heads), generator=generator)
+            # Equal planes have equal normalisers.
+            for b, n in enumerate(c["q_lens"]):
+                if n == 1:
+                    norms["guide_lse"][..., b, 1, :] = norms["guide_lse"][..., b, 0, :]
+        if c["mode"] == "weight" and dump in ("rows", "all"):
+            norms["lse"] = torch.randn((*lead, heads, total_q), generator=generator)
+            if c["with_sinks"]:
+                norms["sinks"] = torch.randn((*lead, heads), generator=generator)
+        self.dump_kwargs.update({name: tensor.to(device) for name, tensor in norms.items()})
+        self.kwargs = self._selection()
+
+    def _selection(self) -> dict[str, Any]:
+        c, k = self.arguments, self.arguments["k"]
+        names = ("max_k", "pool", "num_sink", "num_recent", "count_forced", "per_kv_head")
+        kwargs = {name: c[name] for name in names}
+        kwargs["k"] = k if isinstance(k, int) else int32(k, self.device)
+        page_size = c["page_size"]
+        if page_size is not None:
+            generator = torch.Generator().manual_seed(c["seed"])
+            pages = -(-c["width"] // page_size)
+            table = torch.randint(0, 2**31 // page_size - 1, (c["batch"], pages), generator=generator)
+            table[torch.rand(table.shape, generator=generator) < 0.1] = -1
+            for b, n in enumerate(c["seqlens"]):
+                table[b, -(-max(n, 0) // page_size) :] = 2**31 - 1
+            kwargs["block_table"] = table.to(torch.int32).to(self.device)
+            kwargs["page_size"] = page_size
+        return kwargs
+
+    @property
+    def weighted(self) -> bool:
+        return self.arguments["mode"] == "weight" and self.arguments["dump"] in ("kv_head", "rows", "all")
+
+    @property
+    def error(self) -> float:
+        """Relative error of sums: the exponent of a weight is rounded to fp32, so its weight is off in
+        proportion to it."""
+        return 2e-6 + 2.0**-22 * (self.arguments["spread"] + 10) if self.weighted else 0.0
+
+    def of_head(self, head: int) -> tuple[Tensor, dict[str, Any]]:
+        """The dump of one KV head alone."""
+        kwargs = dict(self.dump_kwargs)
+        if "guide_lse" in kwargs:
+            kwargs["guide_lse"] = kwargs["guide_lse"][..., head : head + 1].contiguous()
+        return self.logits[..., head : head + 1, :], kwargs
+
+
+def twin(case: Any, device: torch.device) -> Any:
+    """The same case on another device: its tensors keep their strides, and share memory as they did."""
+    moved: dict[int, Tensor] = {}
+
+    def move(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: move(inner) for name, inner in value.items()}
+        if not isinstance(value, Tensor) or value.device.type == "meta":
+            return value
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in moved:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            moved[storage.data_ptr()] = whole.to(device)
+        view = torch.empty(0, dtype=value.dtype, device=device)
+        return view.set_(
+            moved[storage.data_ptr()].untyped_storage(), value.storage_offset(), value.shape, value.stride()
+        )
+
+    other = copy.copy(case)
+    other.__dict__.update({name: move(value) for name, value in case.__dict__.items()})
+    other.device = device
+    return other

@@ -1,4 +1,4 @@
-"""Comparison of the attention ops with the oracles, within error bounds derived from the inputs.
+"""Comparison of the ops with the oracles, within error bounds derived from the inputs.
 
 A logit may be off by 2^-16 of scale * sum |q||k|; an output by twice what the same computation in
 torch at the same dtype is off by; everything else follows from these two.
@@ -7,10 +7,12 @@ torch at the same dtype is off by; everything else follows from these two.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from op_cases import SENTINEL, SENTINEL_INDEX, PagedCase, SparseCase, VerifyCase
+from op_cases import SENTINEL, SENTINEL_INDEX, SelectCase, SparseCase, VerifyCase
 from torch import Tensor
 
 import vegas_ops
@@ -102,6 +104,35 @@ def outputs_without_alias(result: Any) -> dict[str, Tensor]:
     }
 
 
+@dataclass
+class Bounds:
+    """What an op's outputs may hold: [low, high] where it writes, nothing elsewhere."""
+
+    written: dict[str, Tensor]
+    low: dict[str, Tensor]
+    high: dict[str, Tensor]
+
+    def check(self, got: dict[str, Tensor], again: dict[str, Tensor]) -> None:
+        """`got` was full of SENTINEL before the call, `again` full of NaN."""
+        for name, written in self.written.items():
+            mine, other = (outputs[name].to(written.device) for outputs in (got, again))
+            assert bool((mine[~written] == SENTINEL).all()), f"{name}: written where it must not be"
+            assert bool(other[~written].isnan().all()), f"{name}: written where it must not be"
+            assert_same_bits(mine[written], other[written], f"{name} of two calls")
+            assert_between(mine, self.low[name], self.high[name], name)
+
+
+def bound_verify(case: VerifyCase) -> Bounds:
+    expected = case.outputs(SENTINEL, torch.float64)
+    reference.flash_attn_with_logit_dump(*case.args, **case.kwargs, **expected)
+    low = {name: tensor.clone() for name, tensor in expected.items()}
+    high = {name: tensor.clone() for name, tensor in expected.items()}
+    for b in range(case.batch):
+        if case.q_lens[b] > 0:
+            _widen_request(case, b, low, high)
+    return Bounds({name: want != SENTINEL for name, want in expected.items()}, low, high)
+
+
 def check_verify(case: VerifyCase) -> dict[str, Tensor]:
     """Run the op three ways and compare; returns its outputs over a sentinel."""
     got = case.outputs(SENTINEL)
@@ -109,27 +140,13 @@ def check_verify(case: VerifyCase) -> dict[str, Tensor]:
     again = case.outputs(math.nan)
     vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, **again)
     fresh = outputs_without_alias(vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs))
-
-    expected = case.outputs(SENTINEL, torch.float64)
-    reference.flash_attn_with_logit_dump(*case.args, **case.kwargs, **expected)
-    for name, want in expected.items():
-        written = want != SENTINEL
-        untouched = got[name][~written]
-        assert bool((untouched == SENTINEL).all()), f"{name}: written where it must not be"
-        assert bool(again[name][~written].isnan().all()), f"{name}: written where it must not be"
-        assert_same_bits(got[name][written], again[name][written], f"{name} of two calls")
+    bounds = bound_verify(case)
+    bounds.check(got, again)
+    for name, written in bounds.written.items():
         own = fresh[name]
         if name != "logits" or own.dtype == got[name].dtype:
             width = own.shape[-1]
             assert_same_bits(own[written[..., :width]], got[name][written], f"{name} allocated and given")
-
-    low = {name: tensor.clone() for name, tensor in expected.items()}
-    high = {name: tensor.clone() for name, tensor in expected.items()}
-    for b in range(case.batch):
-        if case.q_lens[b] > 0:
-            _widen_request(case, b, low, high)
-    for name in expected:
-        assert_between(got[name], low[name], high[name], name)
     return got
 
 
@@ -216,24 +233,19 @@ def _widen_request(case: VerifyCase, b: int, low: dict[str, Tensor], high: dict[
         target["logits"][b, :n][unmasked] = total[:n][unmasked]
 
 
-def check_sparse(case: SparseCase) -> dict[str, Tensor]:
-    got, again = case.outputs(SENTINEL), case.outputs(math.nan)
-    vegas_ops.sparse_paged_decode(*case.args, **case.kwargs, **got)
-    vegas_ops.sparse_paged_decode(*case.args, **case.kwargs, **again)
-    fresh = dict(zip(("out", "lse"), vegas_ops.sparse_paged_decode(*case.args, **case.kwargs), strict=True))
+def bound_sparse(case: SparseCase) -> Bounds:
     want = case.outputs(math.nan, torch.float64)
     reference.sparse_paged_decode(*case.args, **case.kwargs, **want)
-    for name in ("out", "lse"):
-        assert_same_bits(got[name], again[name], f"{name} of two calls")
-        assert_same_bits(got[name], fresh[name], f"{name} allocated and given")
-        assert not bool(want[name].isnan().any())
+    assert not any(bool(tensor.isnan().any()) for tensor in want.values())
+    slack = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
     group = case.heads_q // case.heads_kv
     scale = case.options.get("softmax_scale") or case.head_dim**-0.5
-    softcap = case.options.get("softcap", 0.0)
     for b in range(case.batch):
         for head in range(case.heads_kv):
             heads = slice(head * group, (head + 1) * group)
             slots = torch.tensor(case.attended(b, head), dtype=torch.int64, device=case.device)
+            if len(slots) == 0:
+                continue
             keys, values = (
                 reference._load(
                     cache, slots, reference._descale_of(descale, b, case.heads_kv), torch.float64
@@ -242,48 +254,34 @@ def check_sparse(case: SparseCase) -> dict[str, Tensor]:
                     (case.k_cache, case.k_descale), (case.v_cache, case.v_descale),
                 )
             )  # fmt: skip
-            _check_attention_rows(
-                case, b, heads, case.q[b, heads], keys, values, scale, softcap, case.sinks,
-                (got["out"][b, heads], got["lse"][heads, b]),
-                (want["out"][b, heads], want["lse"][heads, b]),
-            )  # fmt: skip
+            # One draft row over chosen keys.
+            q = case.q[b, heads]
+            k_heads, v_heads = (t[None].expand(group, -1, -1) for t in (keys, values))
+            mask = torch.ones(1, len(keys), dtype=torch.bool, device=case.device)
+            by_torch = torch_attention(
+                q[None], k_heads, v_heads, mask, case.dtype, scale, case.options.get("softcap", 0.0),
+                None if case.sinks is None else case.sinks[heads],
+            )[0]  # fmt: skip
+            worst = (by_torch.double() - want["out"][b, heads]).abs().max()
+            envelope = scale * torch.einsum("hd,td->ht", q.double().abs(), keys.abs()).amax(-1)
+            slack["out"][b, heads] = 2 * worst + output_rounding(envelope.max(), values)
+            slack["lse"][heads, b] = lse_error(want["lse"][heads, b], LOGIT_ERROR * envelope)
+    return Bounds(
+        {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in want.items()},
+        {name: want[name] - slack[name] for name in want},
+        {name: want[name] + slack[name] for name in want},
+    )
+
+
+def check_sparse(case: SparseCase) -> dict[str, Tensor]:
+    got, again = case.outputs(SENTINEL), case.outputs(math.nan)
+    vegas_ops.sparse_paged_decode(*case.args, **case.kwargs, **got)
+    vegas_ops.sparse_paged_decode(*case.args, **case.kwargs, **again)
+    fresh = dict(zip(("out", "lse"), vegas_ops.sparse_paged_decode(*case.args, **case.kwargs), strict=True))
+    bound_sparse(case).check(got, again)
+    for name in ("out", "lse"):
+        assert_same_bits(got[name], fresh[name], f"{name} allocated and given")
     return got
-
-
-def _check_attention_rows(
-    case: PagedCase,
-    b: int,
-    heads: slice,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-    got: tuple[Tensor, Tensor],
-    want: tuple[Tensor, Tensor],
-) -> None:
-    """One draft row over chosen keys: out (heads, head_dim) and lse (heads,) against float64."""
-    name = f"request {b}, heads {heads.start} to {heads.stop}"
-    out, lse = want
-    if len(keys) == 0:
-        assert_between(got[0], out, out, f"out of {name}")
-        assert_between(got[1], lse, lse, f"lse of {name}")
-        return
-    count = q.shape[0]
-    k_heads = keys[:, None].expand(-1, count, -1).transpose(0, 1)
-    v_heads = values[:, None].expand(-1, count, -1).transpose(0, 1)
-    mask = torch.ones(1, len(keys), dtype=torch.bool, device=q.device)
-    by_torch = torch_attention(
-        q[None], k_heads, v_heads, mask, case.dtype, scale, softcap,
-        None if sinks is None else sinks[heads],
-    )[0]  # fmt: skip
-    worst = (by_torch.double() - out).abs().max()
-    envelope = scale * torch.einsum("hd,td->ht", q.double().abs(), keys.abs()).amax(-1)
-    slack = 2 * worst + output_rounding(envelope.max(), values)
-    assert_between(got[0], out - slack, out + slack, f"out of {name}")
-    slack = lse_error(lse, LOGIT_ERROR * envelope)
-    assert_between(got[1], lse - slack, lse + slack, f"lse of {name}")
 
 
 def select(logits: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -308,3 +306,77 @@ def check_select(logits: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
     assert_same_bits(got[1], want[1], "topk_length")
     assert_same_bits(got[0], want[0], "indices")
     return got
+
+
+def assert_sums(got: Tensor, again: Tensor, error: float, logits: Tensor, **kwargs: Any) -> None:
+    """Sums of aggregate_logits within a relative error, 0 for exact ones; `got` was full of SENTINEL
+    before the call, `again` full of NaN."""
+    width, batch = logits.shape[-1], kwargs["seqlens"].shape[0]
+    want, _ = reference.aggregate_logits(
+        logits, **kwargs, out=torch.full(got.shape, SENTINEL, dtype=torch.float64, device=got.device)
+    )
+    for b in range(batch):
+        n = min(max(int(kwargs["seqlens"][b]), 0), width)
+        assert bool((got[..., b, n:] == SENTINEL).all()), "sums: written beyond seqlens"
+        assert bool(again[..., b, n:].isnan().all()), "sums: written beyond seqlens"
+        mine, right = got[..., b, :n], want[..., b, :n]
+        assert_same_bits(mine, again[..., b, :n], "sums of two calls")
+        # An unselectable candidate may show its NaN or its -inf where it has both.
+        dead = right.isnan() | torch.isneginf(right)
+        assert_same_bits(mine.isnan() | torch.isneginf(mine), dead, "unselectable")
+        alive = (mine[~dead].double(), right[~dead].float().double())
+        torch.testing.assert_close(*alive, rtol=error, atol=1e-37 if error else 0.0)
+
+
+def check_aggregate(logits: Tensor, error: float, **kwargs: Any) -> Tensor:
+    """Compare sums within a relative error, 0 for exact ones."""
+    own, count = vegas_ops.aggregate_logits(logits, **kwargs)
+    got, again = torch.full_like(own, SENTINEL), torch.full_like(own, math.nan)
+    for out in (got, again):
+        vegas_ops.aggregate_logits(logits, **kwargs, out=out)
+    assert_sums(got, again, error, logits, **kwargs)
+    assert count == {"kv_head": logits.shape[-2], "all": logits.shape[-2]}.get(
+        kwargs["dump"], logits.shape[-3] if kwargs["dump"] == "rows" else 1
+    )
+    for b, n in enumerate(kwargs["seqlens"].clamp(0, logits.shape[-1]).tolist()):
+        assert_same_bits(own[..., b, :n], got[..., b, :n], "sums allocated and given")
+    return own
+
+
+def assert_selection(
+    case: SelectCase, indices: Tensor, counts: Tensor, sums: Tensor, sums_of_head: Callable[[int], Tensor]
+) -> None:
+    """The best of the oracle's sums where they are exact, else of the op's own, which have been compared:
+    rounding is the op's affair."""
+    if not case.weighted:
+        want = reference.topk_aggregate_logits(case.logits, **case.dump_kwargs, **case.kwargs)
+        assert_same_bits(counts, want[1], "topk_length")
+        assert_same_bits(indices, want[0], "indices")
+        return
+    choice = {"dump": "token", "seqlens": case.dump_kwargs["seqlens"], **case.kwargs, "per_kv_head": False}
+    if not case.arguments["per_kv_head"]:
+        want = reference.topk_aggregate_logits(sums, **choice)
+        assert_same_bits(counts, want[1], "topk_length")
+        assert_same_bits(indices, want[0], "indices")
+        return
+    for head in range(case.arguments["heads"]):
+        want = reference.topk_aggregate_logits(sums_of_head(head), **choice)
+        assert_same_bits(counts[..., head], want[1], f"topk_length of head {head}")
+        assert_same_bits(indices[..., head, :], want[0], f"indices of head {head}")
+
+
+def sums_of_head(case: SelectCase, head: int) -> Tensor:
+    """What the op sums for one list per KV head."""
+    logits, kwargs = case.of_head(head)
+    return vegas_ops.aggregate_logits(logits, **kwargs)[0]
+
+
+def check_select_case(case: SelectCase) -> None:
+    sums = check_aggregate(case.logits, case.error, **case.dump_kwargs)
+    indices, counts = select(case.logits, **case.dump_kwargs, **case.kwargs)
+    assert_selection(case, indices, counts, sums, lambda head: sums_of_head(case, head))
+    if case.arguments["per_kv_head"]:
+        for head in range(case.arguments["heads"]):
+            logits, kwargs = case.of_head(head)
+            own = select(logits, **kwargs, **case.kwargs)
+            assert_same_bits(indices[..., head, :], own[0][..., 0, :], f"indices of head {head} alone")

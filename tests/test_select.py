@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
-from op_cases import SENTINEL, int32
-from op_checks import assert_same_bits, check_select, select
+from op_cases import SelectCase, int32
+from op_checks import assert_same_bits, check_select, check_select_case, select
+from op_draws import drawn, select_arguments
 from torch import Tensor
 
 import vegas_ops
-from vegas_ops import reference
 
 DUMPS = ("token", "token_weight", "kv_head", "rows", "all")
 
@@ -27,181 +26,9 @@ def token_row(values: Sequence[float] | Tensor, device: torch.device, pad: int =
     return torch.cat([row, beyond])[None].to(device), int32((len(row),), device)
 
 
-@st.composite
-def select_arguments(draw: st.DrawFn) -> dict[str, Any]:
-    batch = draw(st.integers(0, 4))
-    width = draw(st.one_of(st.integers(1, 40), st.integers(41, 700), st.just(3000)))
-    maybe = st.booleans()
-    dump = draw(st.sampled_from(DUMPS))
-    q_lens = draw(st.lists(st.sampled_from((0, 1, 1, 2, 5)), min_size=batch, max_size=batch))
-    lengths = st.one_of(st.integers(-1, width + 2), st.just(width))
-    ks = st.one_of(st.integers(-1, 8), st.integers(0, width + 3))
-    mode = draw(st.sampled_from(("logit", "weight")))
-    needs_rows = dump == "all" or (dump == "rows" and mode == "weight")
-    return {
-        "seed": draw(st.integers(0, 2**31)),
-        "dump": dump,
-        "mode": mode,
-        "batch": batch,
-        "width": width,
-        "layers": draw(st.sampled_from((None, 1, 3))),
-        "heads": draw(st.integers(1, 9)),
-        "q_lens": q_lens,
-        "with_rows": needs_rows or draw(maybe),
-        "seqlens": draw(st.lists(lengths, min_size=batch, max_size=batch)),
-        "k": draw(ks) if draw(maybe) else draw(st.lists(ks, min_size=batch, max_size=batch)),
-        "dump_rows": draw(st.lists(st.integers(0, 3), min_size=batch, max_size=batch))
-        if draw(maybe)
-        else None,
-        "fp32": draw(maybe),
-        "spread": draw(st.sampled_from((1, 3, 100))),
-        "specials": draw(st.sampled_from((0.0, 0.0, 0.02, 0.5))),
-        "with_sinks": draw(maybe),
-        "pool": draw(st.sampled_from(((0, 0), (0, 0), (1, 0), (6, 0), (0, 3), (2, 2), (900, 900)))),
-        "num_sink": draw(st.sampled_from((0, 0, 1, 4, 50))),
-        "num_recent": draw(st.sampled_from((0, 0, 1, 7, 50))),
-        "count_forced": draw(maybe),
-        "per_kv_head": dump == "kv_head" and draw(maybe),
-        "page_size": draw(st.sampled_from((None, 1, 7, 16, 64))),
-        "max_k": draw(st.one_of(st.integers(0, 10), st.integers(0, width + 60))),
-    }
-
-
-def build(device: torch.device, c: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Tensors of drawn arguments. Logits are small integers, so that sums are exact in fp32."""
-    generator = torch.Generator().manual_seed(c["seed"])
-    dump, batch, width, heads = c["dump"], c["batch"], c["width"], c["heads"]
-    cu = [0]
-    for n in c["q_lens"]:
-        cu.append(cu[-1] + n)
-    total_q = cu[-1] + 1
-    shape: tuple[int, ...] = {
-        "token": (batch, width),
-        "token_weight": (batch, width),
-        "kv_head": (batch, 2, heads, width),
-        "rows": (batch, heads, 2, width),
-        "all": (total_q, heads, width),
-    }[dump]
-    lead = () if c["layers"] is None else (c["layers"],)
-    shape = (*lead, *shape)
-    values = torch.randint(-c["spread"], c["spread"] + 1, shape, generator=generator).float()
-    drawn = torch.rand(shape, generator=generator)
-    special = torch.tensor([-math.inf, math.inf, math.nan, -0.0])
-    which = torch.randint(0, 4, shape, generator=generator)
-    values = torch.where(drawn < c["specials"], special[which], values)
-    # A one-row request dumps equal planes.
-    for b, n in enumerate(c["q_lens"]):
-        if n == 1 and dump == "kv_head":
-            values[..., b, 1, :, :] = values[..., b, 0, :, :]
-        if n == 1 and dump == "rows":
-            values[..., b, :, 1, :] = values[..., b, :, 0, :]
-    summed = dump in ("token", "token_weight")
-    dtype = torch.float32 if summed or c["fp32"] else torch.bfloat16
-    # Columns behind the last that the dump's views leave out.
-    wide = torch.full((*shape[:-1], width + 3), math.inf, dtype=dtype)
-    wide[..., :width] = values.to(dtype)
-    logits = wide.to(device)[..., :width]
-    kwargs: dict[str, Any] = {
-        "dump": dump,
-        "mode": c["mode"],
-        "seqlens": int32(c["seqlens"], device),
-        "cu_seqlens_q": int32(cu, device) if c["with_rows"] else None,
-        "dump_rows": None if c["dump_rows"] is None else int32(c["dump_rows"], device),
-    }
-    if c["mode"] == "weight" and dump == "kv_head":
-        kwargs["guide_lse"] = torch.randn((*lead, batch, 2, heads), generator=generator)
-    if c["mode"] == "weight" and dump in ("rows", "all"):
-        kwargs["lse"] = torch.randn((*lead, heads, total_q), generator=generator)
-        if c["with_sinks"]:
-            kwargs["sinks"] = torch.randn((*lead, heads), generator=generator)
-    for name in ("guide_lse", "lse", "sinks"):
-        if name in kwargs:
-            kwargs[name] = kwargs[name].to(device)
-    if c["mode"] == "weight" and dump == "kv_head":
-        # Equal planes have equal normalisers.
-        for b, n in enumerate(c["q_lens"]):
-            if n == 1:
-                kwargs["guide_lse"][..., b, 1, :] = kwargs["guide_lse"][..., b, 0, :]
-    return logits, kwargs
-
-
-def selection_arguments(device: torch.device, c: dict[str, Any]) -> dict[str, Any]:
-    batch, page_size, width = c["batch"], c["page_size"], c["width"]
-    k = c["k"]
-    kwargs: dict[str, Any] = {
-        "k": k if isinstance(k, int) else int32(k, device),
-        "max_k": c["max_k"],
-        "pool": c["pool"],
-        "num_sink": c["num_sink"],
-        "num_recent": c["num_recent"],
-        "count_forced": c["count_forced"],
-        "per_kv_head": c["per_kv_head"],
-    }
-    if page_size is not None:
-        generator = torch.Generator().manual_seed(c["seed"])
-        pages = -(-width // page_size)
-        table = torch.randint(0, 2**31 // page_size - 1, (batch, pages), generator=generator)
-        table[torch.rand(table.shape, generator=generator) < 0.1] = -1
-        for b, n in enumerate(c["seqlens"]):
-            table[b, -(-max(n, 0) // page_size) :] = 2**31 - 1
-        kwargs["block_table"] = table.to(torch.int32).to(device)
-        kwargs["page_size"] = page_size
-    return kwargs
-
-
-def check_aggregate(logits: Tensor, error: float, **kwargs: Any) -> Tensor:
-    """Compare sums within a relative error, 0 for exact ones."""
-    width, batch = logits.shape[-1], kwargs["seqlens"].shape[0]
-    got, count = vegas_ops.aggregate_logits(logits, **kwargs)
-    filled = [torch.full_like(got, fill) for fill in (SENTINEL, math.nan)]
-    for out in filled:
-        vegas_ops.aggregate_logits(logits, **kwargs, out=out)
-    want, want_count = reference.aggregate_logits(
-        logits, **kwargs, out=torch.full(got.shape, SENTINEL, dtype=torch.float64, device=got.device)
-    )
-    assert count == want_count
-    for b in range(batch):
-        n = min(max(int(kwargs["seqlens"][b]), 0), width)
-        assert bool((filled[0][..., b, n:] == SENTINEL).all()), "written beyond seqlens"
-        assert bool(filled[1][..., b, n:].isnan().all()), "written beyond seqlens"
-        mine, right = got[..., b, :n], want[..., b, :n]
-        assert_same_bits(mine, filled[0][..., b, :n], "sums allocated and given")
-        assert_same_bits(mine, filled[1][..., b, :n], "sums allocated and given")
-        # An unselectable candidate may show its NaN or its -inf where it has both.
-        dead = right.isnan() | torch.isneginf(right)
-        assert_same_bits(mine.isnan() | torch.isneginf(mine), dead, "unselectable")
-        alive = (mine[~dead].double(), right[~dead].float().double())
-        torch.testing.assert_close(*alive, rtol=error, atol=1e-37 if error else 0.0)
-    return got
-
-
-@given(arguments=select_arguments())
+@given(arguments=drawn(select_arguments))
 def test_any_case(device: torch.device, arguments: dict[str, Any]) -> None:
-    logits, dump_kwargs = build(device, arguments)
-    kwargs = selection_arguments(device, arguments)
-    weighted = arguments["mode"] == "weight" and arguments["dump"] in ("kv_head", "rows", "all")
-    # The exponent of a weight is rounded to fp32, so its weight is off in proportion to it.
-    error = 2e-6 + 2.0**-22 * (arguments["spread"] + 10) if weighted else 0.0
-    sums = check_aggregate(logits, error, **dump_kwargs)
-    if not weighted:
-        check_select(logits, **dump_kwargs, **kwargs)
-    elif not arguments["per_kv_head"]:
-        # Rounding is the op's affair: its choice must be exact on its own sums.
-        got = select(logits, **dump_kwargs, **kwargs)
-        want = reference.topk_aggregate_logits(sums, dump="token", seqlens=dump_kwargs["seqlens"], **kwargs)
-        assert_same_bits(got[1], want[1], "topk_length")
-        assert_same_bits(got[0], want[0], "indices")
-    else:
-        got = select(logits, **dump_kwargs, **kwargs)
-        for head in range(arguments["heads"]):
-            one = dict(dump_kwargs, guide_lse=dump_kwargs["guide_lse"][..., head : head + 1].contiguous())
-            own = select(logits[..., head : head + 1, :], **one, **kwargs)
-            assert_same_bits(got[0][..., head, :], own[0][..., 0, :], f"indices of head {head}")
-            sums, _ = vegas_ops.aggregate_logits(logits[..., head : head + 1, :], **one)
-            want = reference.topk_aggregate_logits(
-                sums, dump="token", seqlens=dump_kwargs["seqlens"], **dict(kwargs, per_kv_head=False)
-            )
-            assert_same_bits(got[0][..., head, :], want[0], f"indices of head {head}")
+    check_select_case(SelectCase(device, **arguments))
 
 
 def rows_of_values() -> dict[str, Callable[[int], Tensor]]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from op_cases import LAYOUTS, SparseCase, int32
 from op_checks import assert_same_bits, check_sparse
+from op_draws import drawn, sparse_arguments
 from torch import Tensor
 
 import vegas_ops
@@ -20,59 +20,7 @@ def case_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-@st.composite
-def sparse_arguments(draw: st.DrawFn) -> dict[str, Any]:
-    group = draw(st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 16)))
-    heads_kv = draw(st.integers(1, 3 if group < 8 else 1))
-    fp8 = draw(st.booleans())
-    batch = draw(st.integers(0, 4))
-    maybe = st.booleans()
-    length = st.one_of(st.integers(0, 2), st.integers(1, 70), st.integers(70, 600))
-    lengths = draw(st.lists(length, min_size=batch, max_size=batch))
-    tails = None
-    if draw(maybe):
-        tails = [draw(st.integers(-1, n + 1)) if draw(maybe) else max(n - 4, 0) for n in lengths]
-    logical = draw(maybe)
-    repeats = draw(maybe)
-    counts = [draw(st.integers(0, n + 5 if repeats else n)) for n in lengths]
-    options: dict[str, Any] = {
-        "softcap": draw(st.sampled_from((0.0, 0.0, 1.0, 30.0))),
-        "batch_invariant": draw(maybe),
-        "num_splits": draw(st.sampled_from((0, 0, 1, 2, 3, 7))),
-    }
-    spare_k = draw(st.integers(0, 3))
-    if draw(maybe):
-        options["softmax_scale"] = draw(st.sampled_from((0.05, 0.3)))
-    if draw(maybe) and (logical or tails is not None):
-        options["window_size"] = (draw(st.integers(-1, 40)), draw(st.integers(-1, 2)))
-        if not logical:
-            counts, spare_k = [0] * batch, 0
-    return {
-        "seed": draw(st.integers(0, 2**31)),
-        "dtype": draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
-        "fp8": fp8,
-        "descale": draw(st.sampled_from(("none", "one", "head", "request"))) if fp8 else "none",
-        "heads_q": group * heads_kv,
-        "heads_kv": heads_kv,
-        "head_dim": draw(st.sampled_from((64, 80, 96, 128, 192, 256))),
-        "page_size": draw(st.sampled_from((1, 2, 7, 16, 53, 64, 256))),
-        "layout": draw(st.sampled_from(LAYOUTS)),
-        "lengths": lengths,
-        "counts": counts,
-        "tail_starts": tails,
-        "logical": logical,
-        "per_head": draw(maybe),
-        "holes": draw(st.sampled_from((0, 0, 1, 5))),
-        "repeats": repeats,
-        "spare_k": spare_k,
-        "strided": draw(maybe),
-        "with_sinks": draw(maybe),
-        "give_lengths": draw(maybe),
-        "options": options,
-    }
-
-
-@given(arguments=sparse_arguments())
+@given(arguments=drawn(sparse_arguments))
 def test_any_case(device: torch.device, arguments: dict[str, Any]) -> None:
     if device.type == "cuda" and arguments["dtype"] == torch.float32:
         arguments["dtype"] = torch.bfloat16

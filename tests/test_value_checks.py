@@ -96,7 +96,7 @@ VERIFY: list[tuple[str, Change]] = [
     ("`cu_seqlens_q` .* got -1", put("cu_seqlens_q", 0, -1)),
     ("`cu_seqlens_q` .* got 6", put("cu_seqlens_q", 3, 6)),
     ("`(max_seqlen_q|cu_seqlens_q)` .* request 0", lambda c: c.update(max_seqlen_q=2)),
-    ("`seqused_k` .* 64.* got 65 for request 2", put("seqused_k", 2, 65)),
+    ("`seqused_k` .* got 65 for request 2", put("seqused_k", 2, 65)),
     ("`seqused_k` .* got -1 for request 2", put("seqused_k", 2, -1)),
     ("`seqused_k` .* got 40 for request 0", lambda c: c.update(max_seqlen_k=39)),
     ("`block_table` .* got -1 in column 1 of request 2", put("block_table", (2, 1), -1)),

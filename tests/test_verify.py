@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from op_cases import LAYOUTS, SENTINEL, VerifyCase, int32
 from op_checks import assert_same_bits, check_verify
+from op_draws import DUMPS, drawn, verify_arguments
 from torch import Tensor
 
 import vegas_ops
 from vegas_ops import _C
-
-DUMPS = ("none", "token", "token_weight", "kv_head", "rows", "all")
-HALF = (torch.bfloat16, torch.float16)
 
 
 def run(case: VerifyCase, **outputs: Tensor) -> vegas_ops.AttentionWithDump:
@@ -32,60 +29,7 @@ def case_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-@st.composite
-def verify_arguments(draw: st.DrawFn) -> dict[str, Any]:
-    group = draw(st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 16)))
-    heads_kv = draw(st.integers(1, 3 if group < 8 else 1))
-    fp8 = draw(st.booleans())
-    batch = draw(st.integers(1, 4))
-    length = st.one_of(st.integers(0, 3), st.integers(1, 70), st.integers(70, 400))
-    lengths = draw(st.lists(length, min_size=batch, max_size=batch))
-    rows = st.one_of(st.integers(0, 2), st.integers(1, 9), st.integers(17, 33))
-    q_lens = draw(st.lists(rows, min_size=batch, max_size=batch))
-    bound = st.one_of(st.just(-1), st.integers(0, 80))
-    maybe = st.booleans()
-    dump = draw(st.sampled_from(DUMPS))
-    summed = dump in ("token", "token_weight")
-    options: dict[str, Any] = {
-        "causal": draw(st.sampled_from((True, True, False))),
-        "window_size": (draw(bound), draw(bound)) if draw(maybe) else (-1, -1),
-        "softcap": draw(st.sampled_from((0.0, 0.0, 1.0, 30.0))),
-        "batch_invariant": draw(maybe),
-        "num_splits": draw(st.sampled_from((0, 0, 1, 2, 3, 7))),
-    }
-    if draw(maybe):
-        options["softmax_scale"] = draw(st.sampled_from((0.05, 0.3)))
-    return {
-        "seed": draw(st.integers(0, 2**31)),
-        "dtype": draw(st.sampled_from((torch.float32, *HALF))),
-        "fp8": fp8,
-        "descale": draw(st.sampled_from(("none", "one", "head", "request"))) if fp8 else "none",
-        "heads_q": group * heads_kv,
-        "heads_kv": heads_kv,
-        "head_dim": draw(st.sampled_from((64, 80, 96, 128, 192, 256))),
-        "page_size": draw(st.sampled_from((1, 2, 7, 16, 53, 64, 256))),
-        "layout": draw(st.sampled_from(LAYOUTS)),
-        "lengths": lengths,
-        "q_lens": q_lens,
-        "extra_rows": draw(st.integers(0, 2)),
-        "strided": draw(maybe),
-        "dump": dump,
-        "dump_rows": draw(st.lists(st.integers(0, 3), min_size=batch, max_size=batch))
-        if draw(maybe)
-        else None,
-        "dump_len": draw(st.lists(st.integers(-2, 410), min_size=batch, max_size=batch))
-        if draw(maybe)
-        else None,
-        "logits_dtype": torch.float32 if summed else draw(st.sampled_from((None, torch.float32))),
-        "wider": draw(st.sampled_from((0, 5))),
-        "hint_kind": draw(st.sampled_from(("near", "near", "far"))),
-        "with_sinks": draw(maybe),
-        "spare_columns": draw(st.integers(0, 2)),
-        "options": options,
-    }
-
-
-@given(arguments=verify_arguments())
+@given(arguments=drawn(verify_arguments))
 def test_any_case(device: torch.device, arguments: dict[str, Any]) -> None:
     if device.type == "cuda" and arguments["dtype"] == torch.float32:
         arguments["dtype"] = torch.bfloat16

@@ -544,6 +544,8 @@ def sparse_paged_decode(
             f"`indices` must have shape (batch, max_k) or (batch, num_heads_kv, max_k), "
             f"got {tuple(indices.shape)}"
         )
+    if block_table is not None:
+        _check_tensors(block_table=block_table)
     left, right = _window(window_size)
     batch, num_heads_q, head_dim = q.shape
     if out is None:

@@ -7,5 +7,5 @@ program=$2
 here=$(dirname "$(realpath "$0")")
 compiler=("${CXX:-c++}" -Wall -Wextra -Wno-missing-field-initializers)
 [ "${3:-}" != cuda ] || compiler=("${CUDACXX:-nvcc}" -Xcompiler -Wall,-Wextra,-Wno-missing-field-initializers -DWITH_CUDA)
-"${compiler[@]}" -std=c++20 -O2 -I"$here/../../csrc/include" -o "$program" "$here"/*.cpp "$library" \
+"${compiler[@]}" ${CXXFLAGS:-} -std=c++20 -O2 -I"$here/../../csrc/include" -o "$program" "$here"/*.cpp "$library" \
   -Xlinker -rpath -Xlinker "$(dirname "$library")"

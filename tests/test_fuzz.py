@@ -1,0 +1,58 @@
+"""A few cases of the fuzzer, which `tools/fuzz.py` runs by the thousand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from op_draws import RandomDraw
+from op_faults import check_refusal
+from op_fuzz import SUBJECTS, Surroundings, check_on_the_cpu, check_on_two_streams, check_replays, fuzz_case
+
+FUZZ = Path(__file__).parents[1] / "tools" / "fuzz.py"
+
+
+@pytest.mark.parametrize("kind", SUBJECTS)
+def test_cases_of_every_kind(device: torch.device, kind: str) -> None:
+    around = Surroundings(device)
+    for seed in range(12):
+        draw = RandomDraw(seed)
+        subject = SUBJECTS[kind](draw, device)
+        if device.type == "cpu":
+            check_on_the_cpu(subject, draw, 2)
+        else:
+            check_on_two_streams(subject, around, draw)
+            check_replays(subject, around, draw, 2)
+
+
+def test_refusals(device: torch.device) -> None:
+    for seed in range(150):
+        check_refusal(RandomDraw(seed), device)
+
+
+def test_a_seed_repeats_its_case(device: torch.device) -> None:
+    around = Surroundings(device)
+    assert fuzz_case(5, around) == fuzz_case(5, around)
+
+
+def run_fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, FUZZ, *arguments], capture_output=True, text=True, env=environment, timeout=240
+    )
+
+
+def test_the_tool(device: torch.device) -> None:
+    done = run_fuzz("--device", device.type, "--cases", "12", "--seed", "3", "--processes", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "12 cases" in done.stdout and "seed 3" in done.stdout and "0 failed" in done.stdout
+    assert run_fuzz("--device", device.type, "--case", "4").returncode == 0
+
+
+@pytest.mark.parametrize("arguments", (["--device", "tpu"], ["--seconds", "0"], ["--cases", "-1"]))
+def test_the_tool_refuses(arguments: list[str]) -> None:
+    assert run_fuzz(*arguments).returncode == 2
