@@ -285,7 +285,7 @@ def test_median_ratio_has_a_95_percent_interval(modules: Namespace) -> None:
 
 def test_prompts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import loop
+    import loop_workload as loop
 
     ids = list(range(10))
     assert loop.cut_prompts(ids, 1, 4) == [[6, 7, 8, 9]]
@@ -316,3 +316,54 @@ def test_loop(tmp_path: Path) -> None:
         assert cell["identical"] == cell["case"]["batch"] and cell["unexplained"] == 0
         assert cell["us"] > 0 and cell["accepted"] <= cell["drafted"]
         assert (cell["drafted"] > 0) == (cell["case"]["policy"] != "plain")
+
+
+def test_prompts_of_json_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import loop_workload
+
+    from vegas_ops.models import Tokenizer
+    from vegas_ops.session import DEMO_MODEL
+
+    text = loop_workload.record_text
+    assert text("a") == text({"prompt": "a", "id": 3}) == text({"problem": "a", "answer": "b"}) == "a"
+    assert text({"messages": [{"role": "system", "content": "a"}, {"content": "b"}]}) == "a\n\nb"
+    assert text({"question": "b", "context": "a", "choice_B": "d", "choice_A": "c"}) == "a\n\nb\n\nc\n\nd"
+    path, tokenizer = tmp_path / "prompts.jsonl", Tokenizer(DEMO_MODEL)
+    path.write_text('"one two three four five"\n\n' + json.dumps({"prompt": "def f():"}) + "\n")
+    first, second = loop_workload.jsonl_prompts(path, tokenizer, 3)
+    assert first == tokenizer.encode("one two three four five")[-3:]
+    assert second == tokenizer.encode("def f():")[-3:]
+    for line, message in (
+        ("{", ":1: "),
+        ("3", ":1: must be"),
+        ('{"x": 1}', ":1: must hold"),
+        ("", "at least one"),
+    ):
+        path.write_text(line)
+        with pytest.raises(ValueError, match=message):
+            loop_workload.jsonl_prompts(path, tokenizer, 3)
+
+
+def test_replayed_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights whose drafts are accepted at the rate asked for; the text is plain decoding's."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import loop_workload
+
+    from vegas_ops.models import Qwen3Config
+    from vegas_ops.speculative.tuning import decode_together
+
+    config = Qwen3Config(1100, 32, 32, 2, 2, 1, 16, 2048, dtype=torch.float32)
+    monkeypatch.setitem(loop_workload.SHAPES, "tiny", config)
+    session = loop_workload.RandomSession("tiny", 2048, torch.device("cpu"))
+    decoder = session.decoder(8 * 1500)
+    held = [loop_workload.hold_random(decoder, 300, seed) for seed in range(8)]
+    assert len({tuple(prompt.prompt) for prompt in held}) == 8
+    plain = decode_together(decoder, held, 700, gamma=0)
+    for wanted in (6.24, 3.0):
+        session.model.replay(wanted, 6)
+        drafted = decode_together(decoder, held, 700, gamma=6, ratio=0.07, min_tokens=16)
+        assert [r.output for r in drafted.requests] == [r.output for r in plain.requests]
+        tokens = sum(r.statistics.tokens for r in drafted.requests)
+        mean = tokens / sum(r.statistics.iterations for r in drafted.requests)
+        assert abs(mean - wanted) < 0.15, "5,600 tokens: four standard deviations and more"

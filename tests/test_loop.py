@@ -309,7 +309,7 @@ def test_prompts_by_torch_and_by_the_op_agree(model, cache):
             context = PrefillContext(model, decoder.cache, request, n)
             context.by_torch = by_torch
             ids = torch.tensor(PROMPTS[3][begin : begin + n])
-            chunks.append(model.forward(ids, context.positions, context.attend))
+            chunks.append(model.forward(ids, context.positions, context))
             request.sequence.length += n
         return torch.cat(chunks)
 

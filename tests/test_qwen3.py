@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from vegas_ops.models import ModelFolderError, Qwen3Config, Qwen3Model, RopeScaling, Tokenizer
-from vegas_ops.models.fused import weigh_and_rotate
 from vegas_ops.models.linear import Linear
 from vegas_ops.models.qwen3 import parameter_shapes
 from vegas_ops.models.rope import rope_table
@@ -228,24 +227,6 @@ def test_rows_do_not_depend_on_how_many_there_are() -> None:
                 done += size
             results.append(torch.cat(rows))
         assert all(torch.equal(result, results[0]) for result in results)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_norm_weights_and_rope_match_their_formula(device: torch.device, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(6)
-    x = torch.randn(5, 3, 16, generator=generator).to(dtype)
-    weight = 1 + 0.1 * torch.randn(3, 16, generator=generator)
-    angle = torch.rand(5, 1, 8, generator=generator) * 6
-    rope = torch.polar(torch.ones_like(angle), angle)
-    even, odd = (x.double() * weight.double()).unflatten(-1, (8, 2)).unbind(-1)
-    c, s = angle.double().cos(), angle.double().sin()
-    expected = torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
-    got = weigh_and_rotate(x.to(device), weight.to(device), rope.to(device))
-    tolerance = 1e-5 if dtype == torch.float32 else 0.01
-    assert got.dtype == dtype and got.shape == x.shape
-    torch.testing.assert_close(got.cpu().double(), expected, rtol=tolerance, atol=tolerance)
-    sick = weigh_and_rotate(torch.full_like(x, torch.nan).to(device), weight.to(device), rope.to(device))
-    assert sick.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

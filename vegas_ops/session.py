@@ -15,7 +15,7 @@ from vegas_ops.speculative import PagedKVCache, Request, SpeculativeDecoder
 DEMO_MODEL = Path(__file__).parent / "data" / "qwen3-6m-longctx"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PAGE_SIZE = 64  # tokens
-PREFILL_CHUNK = 1024  # tokens
+PREFILL_CHUNK, GPU_PREFILL_CHUNK = 1024, 8192  # tokens
 
 OnText = Callable[[str], None]
 
@@ -60,6 +60,7 @@ class Session:
         if dtype is None and torch.device(device).type == "cpu":
             dtype = torch.float32
         self.folder = folder
+        self.batch_invariant = batch_invariant
         self.model = Qwen3Model.from_pretrained(folder, dtype, device, batch_invariant)
         self.tokenizer = Tokenizer(folder)
 
@@ -111,7 +112,8 @@ class Session:
             dtype=model.dtype,
             device=model.device,
         )
-        return SpeculativeDecoder(model, cache, prefill_chunk=PREFILL_CHUNK)
+        chunk = PREFILL_CHUNK if model.device.type == "cpu" else GPU_PREFILL_CHUNK
+        return SpeculativeDecoder(model, cache, prefill_chunk=chunk, batch_invariant=self.batch_invariant)
 
     def run(self, decoder: SpeculativeDecoder, request: Request, on_text: OnText | None = None) -> Run:
         """Decodes one request to its end; ValueError where the model's logits are not finite."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from vegas_ops.models import fused
+
 # oneDNN splits longer reductions differently for different row counts.
 _MAX_REDUCTION = 1024
 # The packing hint; measured: blockings for 4 rows and more serve every row count alike.
@@ -19,12 +21,13 @@ _FIXED_ROWS = 64
 
 
 class Linear:
-    """`x @ weight.T + bias`, and optionally `+ residual`, for inference.
+    """`x @ weight.T + bias`, and optionally `+ residual`, or over an RMSNorm of x, for inference.
 
     On the CPU in fp32 and bf16 the weight is packed once for oneDNN (about twice as fast as
-    `F.linear`, which packs in every call) in slices of at most 1,024 input features. Elsewhere
-    `F.linear` runs. `fixed_rows=True` insists: where the layer would not treat rows alike, it always
-    computes 64 rows, padded, so that the library picks the same kernel for every row count.
+    `F.linear`, which packs in every call) in slices of at most 1,024 input features. On a
+    GPU few rows go through the kernels of `fused`, the others through `F.linear`. `fixed_rows=True`
+    insists: where the layer would not treat rows alike, it computes tiles of 64 rows, or always 64 rows,
+    padded, so that the library picks the same kernel for every row count.
 
     weight: (out_features, in_features). bias: (out_features,) or None. The weight is not kept when
     it could be packed.
@@ -63,9 +66,16 @@ class Linear:
             return False
         return True
 
+    def _fused(self, x: torch.Tensor) -> bool:
+        if self.bias is not None or not fused.available(x):
+            return False
+        return fused.serves(None if self.fixed_rows else x.shape[0], self.in_features)
+
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features); the result may lie in `residual`'s memory."""
         if self._weight is not None:
+            if self._fused(x):
+                return fused.linear(x, self._weight, residual=residual, fixed=self.fixed_rows)
             if residual is not None and self.bias is None and not self.fixed_rows:
                 return residual.addmm_(x, self._weight.t())  # one kernel instead of two
             out = self._fixed(x) if self.fixed_rows else F.linear(x, self._weight, self.bias)
@@ -81,6 +91,23 @@ class Linear:
             out = pointwise.binary(part, out, weight, None, "add")
         return out if residual is None else out + residual
 
+    def of_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float, gated: bool = False) -> torch.Tensor:
+        """The layer over RMSNorm(x) with the weight `norm`; gated: SiLU of the first half of its output
+        features times the second half."""
+        if self._weight is not None and self._fused(x):
+            return fused.linear(x, self._weight, norm=norm, eps=eps, gated=gated, fixed=self.fixed_rows)
+        out = self(torch.rms_norm(x, norm.shape, norm, eps))
+        if not gated:
+            return out
+        gate, up = out.chunk(2, 1)
+        return F.silu(gate).mul_(up)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output in fp32, where the machine allows it without a rounding in between."""
+        if self._weight is not None and self._fused(x):
+            return fused.linear(x, self._weight, dtype=torch.float32, fixed=self.fixed_rows)
+        return self(x).float()
+
     def _fixed(self, x: torch.Tensor) -> torch.Tensor:
         assert self._weight is not None
         rows = x.shape[0]
@@ -89,14 +116,15 @@ class Linear:
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[:rows]
 
     def is_row_invariant(self) -> bool:
-        """Whether the first rows come out the same, to the bit, among 1, 2, 7, 8 and 16 rows.
+        """Whether the first rows come out the same, to the bit, among 1, 2, 7, 8, 40 and 112
+        rows.
 
         A probe, not a proof: it runs the layer on random data on this machine.
         """
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(16, self.in_features, generator=generator)
+        x = torch.randn(112, self.in_features, generator=generator)
         like = self._packed[0] if self.packed else self._weight
         assert like is not None
         x = x.to(device=like.device, dtype=like.dtype)
         whole = self(x)
-        return all(torch.equal(self(x[:rows]), whole[:rows]) for rows in (1, 2, 7, 8))
+        return all(torch.equal(self(x[:rows]), whole[:rows]) for rows in (1, 2, 7, 8, 40))

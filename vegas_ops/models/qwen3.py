@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
+from vegas_ops.models import fused
 from vegas_ops.models.config import ModelFolderError, Qwen3Config
-from vegas_ops.models.fused import weigh_and_rotate
 from vegas_ops.models.linear import Linear
 from vegas_ops.models.rope import pair_order, rope_table
 from vegas_ops.models.weights import SafetensorsFolder
@@ -28,7 +27,9 @@ class Attend(Protocol):
     whose last dimension is contiguous. Returns (rows, num_heads_q, head_dim).
     """
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -193,24 +194,35 @@ class Qwen3Model:
         q_heads, head_dim = config.num_heads_q, config.head_dim
         qk_heads = q_heads + config.num_heads_kv
         heads_shape = (rows, qk_heads + config.num_heads_kv, head_dim)
-        hidden_shape, head_shape = (config.hidden_size,), (head_dim,)
         x = self._embedding[token_ids]
-        rope = self._rope[positions].unsqueeze(1)
+        # Where one kernel does all between the matrix product and attention, the write to the cache too.
+        whole = fused.available(x) and fused.rotates(head_dim)
+        target = getattr(attend, "target", None) if whole else None
+        rope = None if whole else self._rope[positions].unsqueeze(1)
         # torch.rms_norm and few views: on small models the cost of a decoding step is calls.
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(torch.rms_norm(x, hidden_shape, layer.input_norm, eps)).view(heads_shape)
-            qk, v = qkv.tensor_split((qk_heads,), 1)
-            qk = weigh_and_rotate(torch.rms_norm(qk, head_shape, None, eps), layer.qk_norm, rope)
-            q, k = qk.tensor_split((q_heads,), 1)
+            qkv = layer.qkv.of_norm(x, layer.input_norm, eps).view(heads_shape)
+            k: torch.Tensor | None
+            v: torch.Tensor | None
+            if rope is None:
+                place = None if target is None else target(index)
+                fused.rotate(qkv, layer.qk_norm, self._rope, positions, eps, place)
+                q, k, v = qkv.tensor_split((q_heads, qk_heads), 1)
+                if place is not None:
+                    k = v = None
+            else:
+                qk, v = qkv.tensor_split((qk_heads,), 1)
+                qk = torch.rms_norm(qk, (head_dim,), None, eps) * layer.qk_norm
+                pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rope
+                q, k = torch.view_as_real(pairs).flatten(-2).to(x.dtype).tensor_split((q_heads,), 1)
             x = layer.attention_out(attend(index, q, k, v).flatten(1), x)
-            gate, up = layer.gate_up(torch.rms_norm(x, hidden_shape, layer.mlp_norm, eps)).chunk(2, 1)
-            x = layer.down(F.silu(gate).mul_(up), x)
-        return torch.rms_norm(x, hidden_shape, self._norm, eps)
+            x = layer.down(layer.gate_up.of_norm(x, layer.mlp_norm, eps, gated=True), x)
+        return torch.rms_norm(x, (config.hidden_size,), self._norm, eps)
 
     @torch.no_grad()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden) from `forward` -> (rows, vocab_size) fp32."""
-        return self._head(hidden).float()
+        return self._head.logits(hidden)
 
 
 def parameter_shapes(config: Qwen3Config) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from vegas_ops import ops
 from vegas_ops.speculative.kv_cache import PagedKVCache, to_device
-from vegas_ops.speculative.model import Model, layer_attention, selecting_layers
+from vegas_ops.speculative.model import KVTarget, Model, layer_attention, selecting_layers
 from vegas_ops.speculative.request import Request
 from vegas_ops.speculative.selection import Policy, Selection, Verified
 
@@ -35,7 +36,22 @@ def _workspace(
     )
 
 
-class PrefillContext:
+class Context:
+    """Rows whose K and V are appended before they attend."""
+
+    cache: PagedKVCache
+    slots: Tensor
+
+    def target(self, layer: int) -> KVTarget | None:
+        return self.cache.target(layer, self.slots)
+
+    def append(self, layer: int, k: Tensor | None, v: Tensor | None) -> None:
+        """K and V of the rows, unless the model has written them."""
+        if k is not None and v is not None:
+            self.cache.append(layer, self.slots, k, v)
+
+
+class PrefillContext(Context):
     """A chunk of one prompt; nothing is dumped.
 
     On a GPU torch's own attention serves many rows of a plain layer best, over gathered pages. On
@@ -54,10 +70,9 @@ class PrefillContext:
         self.cu_seqlens_q = to_device([0, n], torch.int32, cache.device)
         self.layers = layer_attention(model)
         self.by_torch = cache.device.type != "cpu"
-        self._bias: Tensor | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.cache.append(layer, self.slots, k, v)
+    def __call__(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        self.append(layer, k, v)
         if self.by_torch and self.layers[layer].plain:
             return self._torch_attention(layer, q)
         return ops.flash_attn_with_logit_dump(
@@ -78,21 +93,14 @@ class PrefillContext:
 
     def _torch_attention(self, layer: int, q: Tensor) -> Tensor:
         n, keys = self.n, self.keys
-        if self._bias is None:
-            hidden = torch.ones(n, keys, dtype=torch.bool, device=q.device).triu_(keys - n + 1)
-            # As numbers: a bool mask would be converted anew in every layer.
-            self._bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
         k, v = self.cache.gather(layer, self.sequence, keys, q.dtype)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        group = q.shape[1] // k.shape[1]
-        # A call for each head of a group: no copy of K and V per query head.
-        heads = [
-            scaled_dot_product_attention(
-                q[:, i::group], k, v, attn_mask=self._bias, scale=self.model.softmax_scale
-            )
-            for i in range(group)
-        ]
-        return torch.stack(heads, 2).flatten(1, 2)[0].transpose(0, 1)
+        # By flash attention, without a mask in memory.
+        bias = causal_lower_right(n, keys)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, scale=self.model.softmax_scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
 
 
 class Group:
@@ -123,6 +131,7 @@ class Group:
         # Of a window's layer: no list, and a tail that the window clips.
         self.nothing = torch.empty((size, 0), dtype=torch.int32, device=device)
         self.zeros = torch.zeros(size, dtype=torch.int32, device=device)
+        self.cu_seqlens_q = torch.zeros(size + 1, dtype=torch.int32, device=device)
         self.stacked_sinks = _stacked_sinks(self.model, list(self.place))
         self.verified: Verified | None = None
 
@@ -216,7 +225,6 @@ class Group:
     def prepare(self, first: bool, selects: bool) -> None:
         """Where each row belongs, and room for what the verification leaves."""
         r, policy = self.round, self.policy
-        owner, offset, cu_seqlens_q = self._place_rows()
         dump = policy.dump(first) if selects else "none"
         logits, lse, guide_lse = self._room(dump)
         candidates = r.candidates[self.batch]
@@ -227,9 +235,9 @@ class Group:
             lse=lse,
             guide_lse=guide_lse,
             hint=self.guide_lse if selects and not first else None,
-            cu_seqlens_q=cu_seqlens_q,
-            owner=owner,
-            offset=offset,
+            cu_seqlens_q=self.cu_seqlens_q,
+            owner=r.rows.owner[self.span],
+            offset=r.rows.offset[self.span],
             candidates=candidates,
             seqused_k=r.seqused_k[self.batch],
             k=r.budgets[self.batch],
@@ -247,27 +255,6 @@ class Group:
             window=self.window,
             first=first,
         )
-
-    def _place_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """owner, offset and cu_seqlens_q of `Verified`; the round gets `places`."""
-        device = self.cache.device
-        q_lens = self.round.q_lens[self.batch]
-        ends = q_lens.cumsum(0)
-        row = torch.arange(self.rows, device=device)
-        owner = torch.searchsorted(ends, row, right=True)
-        held = owner.clamp(max=self.size - 1)
-        offset = row - (ends - q_lens)[held]
-        # Of every row: request, which of its rows, whether nobody's; of every request: its last row.
-        unused = owner == self.size
-        self.places = (
-            held + self.batch.start if self.batch.start else held,
-            offset.masked_fill(unused, 0),
-            unused,
-            ends + (self.span.start - 1),
-        )
-        cu_seqlens_q = torch.zeros(self.size + 1, dtype=torch.int32, device=device)
-        cu_seqlens_q[1:] = ends
-        return owner, offset, cu_seqlens_q
 
     def _room(self, dump: ops.Dump) -> tuple[Tensor | None, Tensor, Tensor | None]:
         """Uninitialised logits, lse and guide_lse of `Verified`, for a dump of the layers from
@@ -309,6 +296,7 @@ class Group:
             softmax_scale=self.model.softmax_scale,
             k_descale=cache.k_descale,
             v_descale=cache.v_descale,
+            batch_invariant=self.round.batch_invariant,
             out=out[self.span],
             lse=None if i is None else v.lse[i],
             workspace=_workspace(
@@ -367,14 +355,14 @@ def _stacked_sinks(model: Model, layers: Sequence[int]) -> Tensor | None:
     return torch.stack([absent if s is None else s for s in sinks])
 
 
-class DraftContext:
+class DraftContext(Context):
     """A draft step: one row per request."""
 
     def __init__(self, round: Round, groups: Sequence[Group], slots: Tensor) -> None:
         self.cache, self.groups, self.slots = round.cache, groups, slots
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.cache.append(layer, self.slots, k, v)
+    def __call__(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        self.append(layer, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self.groups:
             group.draft(layer, q, out)
@@ -384,8 +372,8 @@ class DraftContext:
 class VerifyContext(DraftContext):
     """A verification: full attention, dumped as each group's policy wants."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.cache.append(layer, self.slots, k, v)
+    def __call__(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        self.append(layer, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self.groups:
             group.verify(layer, q, out)

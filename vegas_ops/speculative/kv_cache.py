@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vegas_ops import ops
+from vegas_ops.speculative.model import KVTarget
 
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 
@@ -200,6 +201,12 @@ class PagedKVCache:
         where there is no page."""
         pages = block_table[rows, positions // self.page_size]
         return torch.add(positions % self.page_size, pages, alpha=self.page_size)
+
+    def target(self, layer: int, slots: Tensor) -> KVTarget | None:
+        """Where K and V of `slots`, (n,) int64, lie, for a model that writes them itself; None for fp8."""
+        if self.fp8:
+            return None
+        return KVTarget(self._k[layer].flatten(0, 1), self._v[layer].flatten(0, 1), slots)
 
     def append(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes k and v, (n, num_heads_kv, head_dim), into `slots`, (n,) int64."""

@@ -30,6 +30,7 @@ from vegas_ops.speculative.selection import Policy
 
 MAX_ROUNDS = 32  # shapes whose buffers and graphs are kept
 MIN_KEYS = 1024  # the least bound on keys
+MAX_MISSES = 1024  # shapes without a round whose iterations are counted
 RARE = 32  # iterations of a shape that a larger one serves
 
 OnPrompt = Callable[[Request, int, int], None]
@@ -47,7 +48,9 @@ class SpeculativeDecoder:
     on_prompt(request, done, total): progress. profile: wait for the device at every clock reading.
     graphs: on a GPU, capture the phases of a batch's shape at their second run and replay them; the
     model's forward must then not wait for the device. Batches whose requests have a
-    `logits_processor` or a forced text run eagerly.
+    `logits_processor` or a forced text run eagerly. batch_invariant: the attention of a verification
+    has the same bits whatever else is in the batch; with a model whose other layers are like that,
+    greedy output on a GPU is plain decoding's to the bit, too.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class SpeculativeDecoder:
         on_prompt: OnPrompt | None = None,
         profile: bool = False,
         graphs: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         shape = (model.num_layers, model.num_heads_kv, model.head_dim)
         if (cache.k.shape[0], *cache.k.shape[3:]) != shape:
@@ -75,6 +79,7 @@ class SpeculativeDecoder:
         self.model, self.cache = model, cache
         self.max_position = min(model.max_position, cache.max_length)
         self.prefill_chunk, self.on_prompt, self.profile = prefill_chunk, on_prompt, profile
+        self.batch_invariant = batch_invariant
         self.on_gpu = cache.device.type == "cuda"
         self.fixed_shapes = graphs and self.on_gpu  # batches padded to shapes that many iterations share
         self._pool = torch.cuda.graph_pool_handle() if graphs and self.on_gpu else None
@@ -191,13 +196,21 @@ class SpeculativeDecoder:
             r.run("advance", pool)
             r.run("draft" if r.shape.steps else "verify", pool)
             self._ahead = r
+        launched = self._now()
         lines = {q: line for q, line in zip(r.requests, r.read(), strict=True) if q is not None}
+        read = self._now()
         following = [request for request in requests if request.forced_tokens and request.gamma]
         if following:
             self._follow_text(r, following, {q: lines[q][0] for q in following}, drafts)
-        # What the read waits for is drafting and verification, which the host ran ahead of.
-        waited = self._now() - selected
-        self._share_time(drafts, drafted - start, verified - drafted + waited, selected - verified)
+        followed = self._now()
+        # The host ran ahead of the forwards that the read waited for: each of them gets as much.
+        waited = (read - launched) / (r.shape.steps + 1)
+        draft, verify = drafted - start + r.shape.steps * waited, verified - drafted + waited
+        if r.shape.steps:
+            draft += launched - selected
+        else:
+            verify += launched - selected
+        self._share_time(drafts, draft, verify + followed - read, selected - verified)
         return [(q, self._commit(q, drafts[q], reads[q], *lines[q])) for q in requests]
 
     def _load(
@@ -211,7 +224,7 @@ class SpeculativeDecoder:
         plain = not any(q.logits_processor or q.forced_tokens is not None for q in requests)
         fixed = self.fixed_shapes and plain
         shape = self._shape(kinds, drafts, fixed)
-        r = self._fixed_round(shape) if fixed else Round(self.model, self.cache, shape)
+        r = self._fixed_round(shape) if fixed else self._new_round(shape)
         limits = {request: request.max_length(self.max_position) for request in requests}
         modes = [Mode(kind.first, kind.selects) for kind in kinds]
         ahead = r.load(list(kinds.values()), modes, drafts, limits, r is self._ahead)
@@ -231,15 +244,20 @@ class SpeculativeDecoder:
             postponed,
         )
 
+    def _new_round(self, shape: RoundShape) -> Round:
+        return Round(self.model, self.cache, shape, self.batch_invariant)
+
     def _fixed_round(self, shape: RoundShape) -> Round:
         """The round of this shape; as long as the shape is rare, a larger one where there is one:
         a new shape runs eagerly and is captured, which takes as long as many replays."""
         if shape not in self._rounds:
+            if len(self._misses) >= MAX_MISSES:
+                self._misses.clear()
             self._misses[shape] += 1
             larger = [known for known in self._rounds if known.serves(shape)]
             if larger and self._misses[shape] <= RARE:
                 shape = min(larger, key=lambda known: known.batch)
-        r = self._rounds.pop(shape, None) or Round(self.model, self.cache, shape)
+        r = self._rounds.pop(shape, None) or self._new_round(shape)
         self._rounds[shape] = r
         if len(self._rounds) > MAX_ROUNDS:
             del self._rounds[next(iter(self._rounds))]  # the one that has not run for longest
@@ -404,7 +422,7 @@ class SpeculativeDecoder:
             n = min(self.prefill_chunk, end - begin)
             context = PrefillContext(self.model, self.cache, request, n)
             chunk = to_device(request.tokens[begin : begin + n], torch.int64, self.cache.device)
-            self.model.forward(chunk, context.positions, context.attend)
+            self.model.forward(chunk, context.positions, context)
             sequence.length += n
             if self.on_prompt is not None:
                 self.on_prompt(request, sequence.length, end)

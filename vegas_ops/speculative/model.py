@@ -8,10 +8,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Any, Any], Tensor]
 """attend(layer, q, k, v) -> out: q and out (n, num_heads_q, head_dim), k and v
 (n, num_heads_kv, head_dim), after norm and RoPE. It appends k and v to the paged cache, then
-attends as the running phase (prompt, verification, draft) demands."""
+attends as the running phase (prompt, verification, draft) demands. It also has a method
+`target(layer)`: where that gives a `KVTarget`, a model may write the rows' K and V there itself, and
+passes None for both."""
+
+
+class KVTarget(NamedTuple):
+    """Where a layer's new rows belong: k and v (all slots, num_heads_kv, head_dim), slots (n,) int64."""
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
 
 
 class LayerAttention(NamedTuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -152,13 +153,31 @@ VEGAS = Vegas()
 VEGAS_LOOKAHEAD = Vegas(score="group-stale", look_ahead=1)
 
 
+def _variant(name: str) -> Vegas | None:
+    """The policy that calls itself so (`Vegas.name`), if there is one."""
+    pattern = (
+        rf"vegas-(?P<score>{'|'.join(sorted(SCORES, key=len, reverse=True))})-(?P<rows>{'|'.join(ROWS)})"
+        r"(-ahead-(?P<ahead>\d{1,3}))?(?P<kv>-kv)?(-every-(?P<every>\d{1,3}))?"
+    )
+    match = re.fullmatch(pattern, name)
+    if match is None:
+        return None
+    score, rows = cast(Score, match["score"]), cast(RowMode, match["rows"])
+    return Vegas(
+        score, rows, int(match["ahead"] or 0), match["kv"] is not None, max(int(match["every"] or 1), 1)
+    )
+
+
 class Policies(dict[str, Policy]):
-    """Policies by name; an unknown name is told the known ones."""
+    """Policies by name, variants of `Vegas` among them; an unknown name is told the known ones."""
 
     def __init__(self, policies: Iterable[Policy]) -> None:
         super().__init__({policy.name: policy for policy in policies})
 
     def __missing__(self, name: str) -> Policy:
+        variant = _variant(name)
+        if variant is not None:
+            return variant
         raise ValueError(f"`policy` must be one of {', '.join(self)}, got {name!r}")
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from vegas_ops.speculative import bookkeeping
 from vegas_ops.speculative.acceptance import Accepted, accept_greedy, accept_sampled
 from vegas_ops.speculative.attention import DraftContext, Group, VerifyContext
 from vegas_ops.speculative.kv_cache import CacheSequence, PagedKVCache, to_device
@@ -71,6 +72,19 @@ class Line(NamedTuple):
 
 
 INT32_FIELDS = 5  # of a line, from its first one on
+FIELDS = {name: i for i, name in enumerate(Line._fields)}
+
+
+class Rows(NamedTuple):
+    """The packed rows of a verification, (rows,) int64: owner and offset as in `selection.Verified`;
+    positions, slots and tokens of the model's forward. last (batch,): each request's last row."""
+
+    owner: Tensor
+    offset: Tensor
+    positions: Tensor
+    slots: Tensor
+    tokens: Tensor
+    last: Tensor
 
 
 @dataclass(frozen=True)
@@ -127,21 +141,24 @@ class Round:
 
     """
 
-    def __init__(self, model: Model, cache: PagedKVCache, shape: RoundShape) -> None:
+    def __init__(
+        self, model: Model, cache: PagedKVCache, shape: RoundShape, batch_invariant: bool = False
+    ) -> None:
         self.model, self.cache, self.shape, device = model, cache, shape, cache.device
+        self.batch_invariant = batch_invariant
         batch, steps = shape.batch, shape.steps
         width, pinned = max(steps + 1, *(g.max_rows for g in shape.groups)), device.type == "cuda"
         fields = (len(Line._fields), batch)
         self._host = torch.zeros(fields, dtype=torch.int64, pin_memory=pinned)
-        self._values = torch.zeros(fields, dtype=torch.int64, device=device)
-        rows = dict(zip(Line._fields, self._values, strict=True))
+        self.values = torch.zeros(fields, dtype=torch.int64, device=device)
+        rows = dict(zip(Line._fields, self.values, strict=True))
         self.lengths, self.num_drafts, self.q_lens = rows["lengths"], rows["num_drafts"], rows["q_lens"]
         self._listed, self._tails, self._keys = rows["listed"], rows["tails"], rows["keys"]
         self.seeds, self._gammas, self._limits = rows["seeds"], rows["gammas"], rows["limits"]
         self._pending = rows["pending"]
         self._next_listed, self._next_tails = rows["next_listed"], rows["next_tails"]
-        self._int32 = torch.zeros((INT32_FIELDS, batch), dtype=torch.int32, device=device)
-        self.candidates, self.budgets, self.listed_k, self.tail_start, self.seqused_k = self._int32
+        self.int32 = torch.zeros((INT32_FIELDS, batch), dtype=torch.int32, device=device)
+        self.candidates, self.budgets, self.listed_k, self.tail_start, self.seqused_k = self.int32
         self._host_table = torch.zeros((batch, width), dtype=torch.int64, pin_memory=pinned)
         self.table = torch.zeros((batch, width), dtype=torch.int64, device=device)
         pages = -(-shape.max_keys // cache.page_size)
@@ -156,6 +173,13 @@ class Round:
         self.num_accepted = self.result[:, 0]
         self._read = torch.zeros_like(self.result, device="cpu", pin_memory=pinned)
         self._event = torch.cuda.Event() if pinned else None
+        self.kernels = bookkeeping.available(device)
+        rows_in_all = sum(g.rows for g in shape.groups)
+        owner, offset, positions, slots, tokens = torch.zeros(
+            (5, rows_in_all), dtype=torch.int64, device=device
+        )
+        last = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.rows = Rows(owner, offset, positions, slots, tokens, last)
         self.groups: list[Group] = []
         begin = row = 0
         for g in shape.groups:
@@ -218,7 +242,7 @@ class Round:
                     table[i][:q_len] = request.tokens[-q_len:]
                 lines.append(line)
         self._host.copy_(torch.tensor(lines, dtype=torch.int64).t())
-        self._values.copy_(self._host, non_blocking=True)
+        self.values.copy_(self._host, non_blocking=True)
         if ahead:
             self.table[:, 0] = self._pending  # of rows that are new: drafts are there
         else:
@@ -316,24 +340,31 @@ class Round:
     @torch.no_grad()
     def draft(self) -> None:
         """Fills table[:, 1:] and, for sampling, draft_probs."""
-        device = self.cache.device
-        self._int32.copy_(self._values[:INT32_FIELDS])
-        step = torch.arange(self.shape.steps, device=device)[:, None]
+        step = torch.arange(self.shape.steps, device=self.cache.device)[:, None]
         inactive = step >= self.num_drafts
-        positions = (self.lengths - 1 + step).masked_fill_(inactive, 0)
-        self.draft_keys = (positions + 1).masked_fill_(inactive, 0).int()
-        owner = torch.arange(self.shape.batch, device=device)
-        slots = self.cache.slots(self.block_table, owner, positions)
-        slots.masked_fill_(inactive, self.cache.unused_slot)
+        if self.kernels:
+            positions, slots, self.draft_keys = bookkeeping.place_draft_rows(self, FIELDS, INT32_FIELDS)
+        else:
+            positions, slots = self._place_draft_rows(step, inactive)
         for i in range(self.shape.steps):
             self.step = i
             context = DraftContext(self, self.groups, slots[i])
-            hidden = self.model.forward(self.table[:, i], positions[i], context.attend)
+            hidden = self.model.forward(self.table[:, i], positions[i], context)
             places = [(row, row, i) for row in self.processed if i < self.drafts[row]]
             logits = self._process(self.model.compute_logits(hidden), places)
             token = self._draw_draft(logits, i)
             # A prompt's last tokens stay.
-            self.table[:, i + 1] = torch.where(inactive[i], self.table[:, i + 1], token)
+            column = self.table[:, i + 1]
+            torch.where(inactive[i], column, token, out=column)
+
+    def _place_draft_rows(self, step: Tensor, inactive: Tensor) -> tuple[Tensor, Tensor]:
+        """positions and slots (steps, batch) of the draft steps; sets their keys."""
+        self.int32.copy_(self.values[:INT32_FIELDS])
+        positions = (self.lengths - 1 + step).masked_fill_(inactive, 0)
+        self.draft_keys = (positions + 1).masked_fill_(inactive, 0).int()
+        owner = torch.arange(self.shape.batch, device=self.cache.device)
+        slots = self.cache.slots(self.block_table, owner, positions)
+        return positions, slots.masked_fill_(inactive, self.cache.unused_slot)
 
     def _draw_draft(self, logits: Tensor, step: int) -> Tensor:
         if self.shape.greedy:
@@ -349,31 +380,51 @@ class Round:
     @torch.no_grad()
     def verify(self) -> None:
         """Full attention over [pending, drafts] of every request; fills result."""
-        self._int32.copy_(self._values[:INT32_FIELDS])
+        if self.kernels:
+            for group in self.groups:
+                bookkeeping.place_verify_rows(self, group, FIELDS, INT32_FIELDS)
+        else:
+            self.rows = self._place_verify_rows()
         for group, mode in zip(self.groups, self.modes, strict=True):
             group.prepare(*mode)
-        owner, offset, unused, last = (
-            parts[0] if len(parts) == 1 else torch.cat(parts)
-            for parts in zip(*(group.places for group in self.groups), strict=True)
-        )
-        positions = ((self._keys - self.q_lens)[owner] + offset).masked_fill_(unused, 0)
-        slots = self.cache.slots(self.block_table, owner, positions)
-        if self.table.shape[1] > self.shape.steps + 1:
-            # Prompts' rows that are computed once more are in the cache, maybe in shared pages.
-            unused = unused | (offset < (self.q_lens - self.num_drafts)[owner] - 1)
-        slots.masked_fill_(unused, self.cache.unused_slot)
-        context = VerifyContext(self, self.groups, slots)
-        hidden = self.model.forward(self.table[owner, offset], positions, context.attend)
-        logits = self.model.compute_logits(hidden)
+        rows = self.rows
+        context = VerifyContext(self, self.groups, rows.slots)
+        logits = self.model.compute_logits(self.model.forward(rows.tokens, rows.positions, context))
         if self.processed:
-            end = last.tolist()
+            end = rows.last.tolist()
             places = [
                 (end[i] - self.drafts[i] + j, i, j) for i in self.processed for j in range(self.drafts[i] + 1)
             ]
             logits = self._process(logits, places)
-        accepted = self._accept(logits, last)
+        if self.kernels and self.shape.greedy:
+            bookkeeping.accept(self, logits, FIELDS)
+            return
+        accepted = self._accept(logits, rows.last)
         result = [accepted.num_accepted[:, None], accepted.failed[:, None], accepted.tokens]
         self.result.copy_(torch.cat(result, 1))
+
+    def _place_verify_rows(self) -> Rows:
+        self.int32.copy_(self.values[:INT32_FIELDS])
+        owners, offsets, ends = [], [], []
+        for group in self.groups:
+            q_lens = self.q_lens[group.batch]
+            ends.append(q_lens.cumsum(0))
+            row = torch.arange(group.rows, device=q_lens.device)
+            owners.append(torch.searchsorted(ends[-1], row, right=True))
+            held = owners[-1].clamp(max=group.size - 1)
+            offsets.append((row - (ends[-1] - q_lens)[held]).masked_fill(owners[-1] == group.size, 0))
+            group.cu_seqlens_q[1:] = ends[-1]
+        owner, offset = torch.cat(owners), torch.cat(offsets)
+        pairs = list(zip(self.groups, owners, strict=True))
+        request = torch.cat([x.clamp(max=group.size - 1) + group.batch.start for group, x in pairs])
+        unused = torch.cat([x == group.size for group, x in pairs])
+        positions = ((self._keys - self.q_lens)[request] + offset).masked_fill_(unused, 0)
+        slots = self.cache.slots(self.block_table, request, positions)
+        # Prompts' rows that are computed once more are in the cache, maybe in shared pages.
+        unused = unused | (offset < (self.q_lens - self.num_drafts)[request] - 1)
+        slots.masked_fill_(unused, self.cache.unused_slot)
+        last = torch.cat([x + (group.span.start - 1) for group, x in zip(self.groups, ends, strict=True)])
+        return Rows(owner, offset, positions, slots, self.table[request, offset], last)
 
     def _accept(self, logits: Tensor, last: Tensor) -> Accepted:
         column = torch.arange(self.shape.steps + 1, device=logits.device)
@@ -406,6 +457,9 @@ class Round:
     def advance(self) -> None:
         """To the round that follows if no request joins, as `load` would: lengths, pending tokens,
         the selection just made; for plain decoding, also the next verification."""
+        if self.kernels:
+            bookkeeping.advance(self, FIELDS)
+            return
         unused = self.q_lens == 0
         self.lengths += (self.num_accepted + 1).masked_fill_(unused, 0)
         token = self.result[:, 2:].gather(1, self.num_accepted[:, None])

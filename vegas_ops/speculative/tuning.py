@@ -99,11 +99,13 @@ def _fields_of(record: type, values: Any) -> dict[str, Any]:
 
 class Decoded(NamedTuple):
     """Requests that were decoded together, and the speed while all of them ran: tokens emitted from
-    each one's first token to the end of the first one to end, over the seconds that it took."""
+    each one's first token to the end of the first one to end, over the seconds that it took. steps: the
+    same of every iteration, by the host's clock."""
 
     requests: list[Request]
     tokens: int
     seconds: float
+    steps: Sequence[tuple[int, float]] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -114,21 +116,29 @@ def decode_together(
     decoder: SpeculativeDecoder, prompts: Sequence[Request], new_tokens: int, **options: Any
 ) -> Decoded:
     """Continues held prompts (`SpeculativeDecoder.hold_prompt`) as one batch, to their ends.
-    options: of the requests. ValueError where the model's logits fail."""
+    options: of the requests. ValueError where the model's logits fail, or the cache holds too few of
+    them at a time."""
     requests = [
         decoder.add(Request(p.prompt, max_new_tokens=new_tokens, share_prefix_with=p, **options))
         for p in prompts
     ]
     decoder.step()
-    tokens, start = 0, now(decoder)
+    start = now(decoder)
+    steps, last = [], start
     while not any(request.finished for request in requests):
-        tokens += sum(len(new) for _, new in decoder.step())
+        if decoder.waiting:
+            for request in requests:
+                decoder.abort(request)
+            raise ValueError(f"`prompts` must all run at a time, got {len(requests)}, too many for the cache")
+        new = sum(len(tokens) for _, tokens in decoder.step())
+        steps.append((new, time.perf_counter() - last))
+        last += steps[-1][1]
     seconds = now(decoder) - start
     decoder.run()
     for request in requests:
         if request.finish_reason == "error":
             raise ValueError(f"decoding failed: {request.error}")
-    return Decoded(requests, tokens, seconds)
+    return Decoded(requests, sum(tokens for tokens, _ in steps), seconds, steps)
 
 
 def now(decoder: SpeculativeDecoder) -> float:

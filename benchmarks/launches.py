@@ -1,0 +1,98 @@
+"""What an iteration launches, and where its time goes on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vegas_ops.speculative import Request, SpeculativeDecoder
+from vegas_ops.speculative.round import Round
+
+_REPLAYS = 10
+
+
+def short(name: str) -> str:
+    """A kernel's name without return type, namespaces' arguments and templates."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return name.split("(")[0].split("<")[0]
+
+
+def phases(decoder: SpeculativeDecoder, batch: int, gamma: int) -> dict[str, float]:
+    """Microseconds of each captured phase, replayed one after the other, as the batch is now."""
+    rounds = [r for r in decoder._rounds.values() if r.shape.steps == gamma and r.shape.batch >= batch]
+    found: dict[str, float] = {}
+    for (phase, modes), graph in rounds[-1]._graphs.items() if rounds else ():
+        # `advance` would move the requests on; a first selection's graph is not the loop's.
+        if phase == "advance" or any(mode.first for mode in modes):
+            continue
+        times = []
+        for _ in range(_REPLAYS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(1e3 * start.elapsed_time(end))
+        found[phase] = round(sorted(times)[_REPLAYS // 2], 1)
+    return found
+
+
+def iteration(
+    decoder: SpeculativeDecoder, held: Sequence[Request], steps: int = 4, **options: Any
+) -> dict[str, Any]:
+    """Launches of one iteration by kernel (count, microseconds in all), the phases' replays, and the
+    host's time: that of a step but for its wait for the device."""
+    waits: list[float] = []
+    read = Round.read
+
+    def timed(self: Round) -> list[tuple[int, list[int]]]:
+        start = time.perf_counter()
+        result = read(self)
+        waits.append(time.perf_counter() - start)
+        return result
+
+    room = (4 + 2 * steps) * (options.get("gamma", 0) + 1) + 8
+    room = min(room, decoder.max_position - max(len(prompt.prompt) for prompt in held))
+    requests = [
+        decoder.add(Request(p.prompt, max_new_tokens=room, share_prefix_with=p, **options)) for p in held
+    ]
+    for _ in range(4):
+        decoder.step()
+    Round.read = timed  # type: ignore[method-assign]
+    try:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            decoder.step()
+        whole = time.perf_counter() - start
+        torch.cuda.synchronize()
+    finally:
+        Round.read = read  # type: ignore[method-assign]
+    replayed = phases(decoder, len(held), options.get("gamma", 0))
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for _ in range(steps):
+            decoder.step()
+        torch.cuda.synchronize()
+    for request in requests:
+        decoder.abort(request)
+    counts: Counter[str] = Counter()
+    micros: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            counts[short(event.name)] += 1
+            micros[short(event.name)] += event.time_range.elapsed_us()
+    return {
+        "launches": round(sum(counts.values()) / steps, 1),
+        "kernels": {
+            name: [round(counts[name] / steps, 2), round(total / steps, 1)]
+            for name, total in micros.most_common()
+        },
+        "phases_us": replayed,
+        "host_us": round(1e6 * (whole - sum(waits)) / steps, 1),
+        "wait_us": round(1e6 * sum(waits) / steps, 1),
+    }

@@ -1,0 +1,126 @@
+"""The kernels of a decoder layer, on a GPU (or with TRITON_INTERPRET=1 where Triton is installed)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from vegas_ops.models import Qwen3Config, Qwen3Model, fused
+from vegas_ops.models.linear import Linear
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1"
+)
+DTYPE = torch.float16  # the interpreter rounds bf16 otherwise
+EPS = 1e-6
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "norm", "gated", "residual", "fp32"])
+@pytest.mark.parametrize("rows", [0, 1, 16, 33, 130])
+@pytest.mark.parametrize(("n_in", "n_out"), [(128, 96), (384, 50)])
+def test_linear(rows, n_in, n_out, kind, fixed):
+    x, norm = rand(rows, n_in).to(DTYPE), (1 + 0.1 * rand(n_in, seed=1)).to(DTYPE)
+    weight = (rand(2 * n_out if kind == "gated" else n_out, n_in, seed=2) * n_in**-0.5).to(DTYPE)
+    residual = rand(rows, n_out, seed=3).to(DTYPE)
+    wide = x.double()
+    if kind in ("norm", "gated"):
+        wide = wide * (wide.pow(2).mean(1, keepdim=True) + EPS).rsqrt() * norm.double()
+    expected = wide @ weight.double().t()
+    if kind == "gated":
+        gate, up = expected.chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+    options = {
+        "norm": {"norm": norm.to(DEVICE), "eps": EPS},
+        "gated": {"norm": norm.to(DEVICE), "eps": EPS, "gated": True},
+        "residual": {"residual": residual.to(DEVICE, copy=True)},
+        "fp32": {"dtype": torch.float32},
+    }.get(kind, {})
+    if kind == "residual":
+        expected = expected + residual.double()
+    got = fused.linear(x.to(DEVICE), weight.to(DEVICE), fixed=fixed, **options)
+    assert got.dtype == (torch.float32 if kind == "fp32" else DTYPE)
+    torch.testing.assert_close(got.cpu().double(), expected, rtol=0.01, atol=0.01)
+
+
+def test_a_row_does_not_depend_on_the_number_of_rows():
+    x, weight = rand(130, 256).to(DEVICE, DTYPE), rand(96, 256, seed=1).to(DEVICE, DTYPE)
+    norm = rand(256, seed=2).to(DEVICE, DTYPE)
+    for options in ({}, {"norm": norm, "eps": EPS}, {"norm": norm, "eps": EPS, "gated": True}):
+        whole = fused.linear(x, weight, fixed=True, **options)
+        for rows in (1, 7, 64, 65):
+            assert torch.equal(fused.linear(x[:rows], weight, fixed=True, **options), whole[:rows])
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 2, 64), (6, 2, 16), (32, 8, 128)])
+def test_rotate(q_heads, kv_heads, dim):
+    rows, heads = 5, q_heads + 2 * kv_heads
+    qk = q_heads + kv_heads
+    qkv, norm = rand(rows, heads, dim).to(DTYPE), 1 + 0.1 * rand(qk, dim, seed=1)
+    rope = torch.polar(torch.ones(40, dim // 2), rand(40, dim // 2, seed=2))
+    positions = torch.tensor([3, 39, 0, 3, 11])
+    wide = qkv[:, :qk].double()
+    wide = wide * (wide.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * norm.double()
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
+    expected = torch.view_as_real(pairs * rope[positions][:, None].to(torch.complex128)).flatten(-2)
+    arguments = [x.to(DEVICE) for x in (norm, rope, positions)]
+    got = qkv.to(DEVICE, copy=True)
+    fused.rotate(got, *arguments, EPS)
+    torch.testing.assert_close(got[:, :qk].cpu().double(), expected, rtol=0.01, atol=0.01)
+    assert torch.equal(got[:, qk:].cpu(), qkv[:, qk:])
+    # Into a cache: the same bits, and nothing in other slots.
+    k = torch.full((20, kv_heads, dim), 7.0, dtype=DTYPE, device=DEVICE)
+    v, slots = k.clone(), torch.tensor([4, 19, 0, 7, 8], device=DEVICE)
+    again = qkv.to(DEVICE, copy=True)
+    fused.rotate(again, *arguments, EPS, (k, v, slots))
+    assert torch.equal(again[:, :q_heads], got[:, :q_heads])
+    assert torch.equal(k[slots], got[:, q_heads:qk]) and torch.equal(v[slots], got[:, qk:])
+    others = torch.ones(20, dtype=torch.bool, device=DEVICE).index_fill_(0, slots, False)
+    assert (k[others] == 7).all() and (v[others] == 7).all()
+
+
+CONFIG = Qwen3Config(
+    vocab_size=300, hidden_size=256, intermediate_size=384, num_layers=2, num_heads_q=4, num_heads_kv=2,
+    head_dim=64, max_position=256,
+)  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_model_with_and_without_the_kernels(monkeypatch, batch_invariant):
+    """Logits agree within bf16's rounding; batch-invariant ones do not depend on the number of rows."""
+    model = Qwen3Model.random(CONFIG, dtype=torch.bfloat16, device="cuda", batch_invariant=batch_invariant)
+    assert model.batch_invariant or not batch_invariant
+    ids = torch.arange(40, device="cuda")
+
+    def logits(rows: int = 40) -> torch.Tensor:
+        def attend(layer, q, k, v):
+            return q + k.repeat_interleave(2, 1) + v.repeat_interleave(2, 1)
+
+        return model.compute_logits(model.forward(ids[:rows], ids[:rows] * 3, attend))
+
+    fast = logits()
+    if batch_invariant:
+        assert torch.equal(logits(7), fast[:7]) and torch.equal(logits(1), fast[:1])
+    monkeypatch.setattr(fused, "available", lambda x: False)
+    slow = logits()
+    assert (fast - slow).abs().max() < 0.05 * slow.std()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_layers_that_do_not_fit_go_through_torch():
+    weight = rand(40, 100).to("cuda", torch.bfloat16)
+    x = rand(3, 100, seed=1).to("cuda", torch.bfloat16)
+    torch.testing.assert_close(Linear(weight)(x), torch.nn.functional.linear(x, weight))
+    wide = rand(40, 128).to("cuda", torch.bfloat16)
+    bias, x = rand(40, seed=2).to("cuda", torch.bfloat16), rand(3, 128, seed=1).to("cuda", torch.bfloat16)
+    torch.testing.assert_close(Linear(wide, bias)(x), torch.nn.functional.linear(x, wide, bias))
