@@ -31,8 +31,8 @@ def requests() -> list[Request]:
     policies = (VEGAS, VEGAS_LOOKAHEAD, POLICIES["snapkv"], Streaming(), POLICIES["pillar"], VEGAS, VEGAS)
     temperatures = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.8)
     return [
-        Request(PROMPTS[i % 4], SamplingParams(temperature=t, seed=i), policy=policy, gamma=(3, 1, 4, 2, 0)[i % 5],
-                max_new_tokens=(30, 4, 13, 22, 30, 1, 20)[i], **SMALL)
+        Request(PROMPTS[i % 4], SamplingParams(temperature=t, seed=i), policy=policy,
+                gamma=(3, 1, 4, 2, 0)[i % 5], max_new_tokens=(30, 4, 13, 22, 30, 1, 20)[i], **SMALL)
         for i, (policy, t) in enumerate(zip(policies, temperatures, strict=True))
     ]  # fmt: skip
 

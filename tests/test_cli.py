@@ -345,3 +345,13 @@ def test_demo_model_is_complete() -> None:
     assert model.max_position == config["max_position_embeddings"] >= demo.DEMO_CONTEXT
     readme = (DEMO_MODEL / "README.md").read_text()
     assert "PSF-2.0" in readme and "public domain" in readme
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "name"), [("--gamma", 0, "gamma"), ("--max-new-tokens", 1, "max_new")]
+)
+def test_a_demo_without_drafts_is_refused(
+    capsys: pytest.CaptureFixture[str], prompt_file: Path, option: str, value: int, name: str
+) -> None:
+    status, _, err = run(capsys, "demo", "--device", "cpu", "--prompt", prompt_file, option, value)
+    assert status == 2 and f"`{name}" in err and "must be at least" in err

@@ -187,3 +187,14 @@ def test_full_drafts_are_all_accepted():
 def test_the_oracle_with_everything_is_full():
     statistics = run(TopkOracle(), steps=6, ratio=1.0).statistics
     assert statistics.accepted == statistics.drafted > 0
+
+
+def test_every_variant_is_known_by_its_name():
+    for score, rows, ahead, per_kv_head, every in itertools.product(
+        SCORES, ROWS, (0, 1, 12), (False, True), (1, 4)
+    ):
+        policy = Vegas(score, rows, ahead, per_kv_head, every)
+        assert POLICIES[policy.name] == policy
+    for name in ("vegas-", "vegas-logit", "vegas-logit-last-ahead-x", "vegas-logit-last-every-2-kv", "Vegas"):
+        with pytest.raises(ValueError, match="`policy` must be one of vegas, "):
+            POLICIES[name]

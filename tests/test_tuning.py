@@ -6,7 +6,17 @@ import pytest
 from test_loop import PROMPTS, decoder_of
 from tiny_model import TinyModel
 
-from vegas_ops.speculative import VEGAS_LOOKAHEAD, Request, SamplingParams, Trial, Tuning, tune, tuning
+from vegas_ops.speculative import (
+    POLICIES,
+    VEGAS_LOOKAHEAD,
+    Request,
+    SamplingParams,
+    Trial,
+    Tuning,
+    Vegas,
+    tune,
+    tuning,
+)
 
 
 class Machine:
@@ -133,3 +143,22 @@ def test_on_a_real_decoder(tmp_path):
 def test_mistakes_name_the_argument(options, name):
     with pytest.raises(ValueError, match=f"`{name}` must"):
         tune(decoder_of(TinyModel()), [Request([1])], **options)
+
+
+def test_a_tuning_of_any_variant_is_read_back(tmp_path):
+    decoder = decoder_of(TinyModel(), num_tokens=8192)
+    held = [decoder.hold_prompt(PROMPTS[1])]
+    policy = Vegas("weight", "last", look_ahead=2, refresh=3)
+    best = tune(decoder, held, policy, gammas=[2], ratios=[0.5], new_tokens=8, min_tokens=3)
+    best.save(tmp_path / "tuned.json")
+    assert Tuning.load(tmp_path / "tuned.json") == best and POLICIES[best.policy] == policy
+
+
+def test_a_batch_that_does_not_fit_is_not_timed():
+    """Requests that wait for pages would be timed as if they ran."""
+    decoder = decoder_of(TinyModel(), num_tokens=len(PROMPTS[1]) + 64)
+    held = decoder.hold_prompt(PROMPTS[1])
+    with pytest.raises(ValueError, match="must all run at a time, got 8"):
+        tuning.decode_together(decoder, [held] * 8, 40, gamma=2)
+    assert not decoder.waiting and not decoder.running
+    assert len(tuning.decode_together(decoder, [held], 20, gamma=2).requests[0].output) == 20

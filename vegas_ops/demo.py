@@ -59,6 +59,9 @@ def _source(spec: ModuleSpec | None, name: str) -> str | None:
 def run_demo(options: DemoOptions, console: Console) -> int:
     """Runs both and prints the comparison; 0, or 1 where fp32 outputs differ by more than rounding."""
     # Before minutes of work rather than behind them.
+    for name, value, least in (("gamma", options.gamma, 1), ("max_new_tokens", options.max_new_tokens, 2)):
+        if value < least:
+            raise ValueError(f"`{name}` must be at least {least}, so that drafts can be seen, got {value}")
     if options.plot.suffix.lower() != ".png" or not options.plot.absolute().parent.is_dir():
         raise ValueError(f"`plot` must be a .png file in an existing folder, got {str(options.plot)!r}")
     session = Session(
