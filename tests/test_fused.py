@@ -124,3 +124,12 @@ def test_layers_that_do_not_fit_go_through_torch():
     wide = rand(40, 128).to("cuda", torch.bfloat16)
     bias, x = rand(40, seed=2).to("cuda", torch.bfloat16), rand(3, 128, seed=1).to("cuda", torch.bfloat16)
     torch.testing.assert_close(Linear(wide, bias)(x), torch.nn.functional.linear(x, wide, bias))
+
+
+@pytest.mark.parametrize("features", [128, 384, 2560])
+def test_rms_norm(features):
+    x, norm = rand(7, features).to(DTYPE), (1 + 0.1 * rand(features, seed=1)).to(DTYPE)
+    wide = x.double()
+    expected = wide * (wide.pow(2).mean(1, keepdim=True) + EPS).rsqrt() * norm.double()
+    got = fused._rms_norm(x.to(DEVICE), norm.to(DEVICE), EPS)
+    torch.testing.assert_close(got.cpu().double(), expected, rtol=2e-3, atol=1e-3)

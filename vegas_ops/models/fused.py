@@ -135,7 +135,13 @@ def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> tuple[int, int, int
 
 
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """RMSNorm of (rows, features), in fp32, rounded once."""
+    """RMSNorm of (rows, features), in fp32, rounded once; by torch where the kernels do not run."""
+    if not available(x):
+        return torch.rms_norm(x, norm.shape, norm, eps)
+    return _rms_norm(x, norm, eps)
+
+
+def _rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     rows, n = x.shape
     out = x.new_empty((rows, n))
     if rows:
@@ -165,7 +171,7 @@ def linear(
     tiles for every number of rows. in_features must be a multiple of `BLOCK_IN`.
     """
     if norm is not None and x.shape[1] > _WIDE:
-        x, norm = rms_norm(x, norm, eps), None  # in a long loop it would hold up the weights
+        x, norm = _rms_norm(x, norm, eps), None  # in a long loop it would hold up the weights
     (rows, n_in), n_out = x.shape, weight.shape[0] // (2 if gated else 1)
     out = x.new_empty((rows, n_out), dtype=dtype) if residual is None else residual
     block_m, block_n, block_k, warps, stages = _tiles(64 if fixed else rows, n_in, n_out, gated)

@@ -96,7 +96,7 @@ class Linear:
         features times the second half."""
         if self._weight is not None and self._fused(x):
             return fused.linear(x, self._weight, norm=norm, eps=eps, gated=gated, fixed=self.fixed_rows)
-        out = self(torch.rms_norm(x, norm.shape, norm, eps))
+        out = self(fused.rms_norm(x, norm, eps))
         if not gated:
             return out
         gate, up = out.chunk(2, 1)

@@ -199,7 +199,7 @@ class Qwen3Model:
         whole = fused.available(x) and fused.rotates(head_dim)
         target = getattr(attend, "target", None) if whole else None
         rope = None if whole else self._rope[positions].unsqueeze(1)
-        # torch.rms_norm and few views: on small models the cost of a decoding step is calls.
+        # Few views: on small models the cost of a decoding step is calls.
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv.of_norm(x, layer.input_norm, eps).view(heads_shape)
             k: torch.Tensor | None
@@ -217,7 +217,7 @@ class Qwen3Model:
                 q, k = torch.view_as_real(pairs).flatten(-2).to(x.dtype).tensor_split((q_heads,), 1)
             x = layer.attention_out(attend(index, q, k, v).flatten(1), x)
             x = layer.down(layer.gate_up.of_norm(x, layer.mlp_norm, eps, gated=True), x)
-        return torch.rms_norm(x, (config.hidden_size,), self._norm, eps)
+        return fused.rms_norm(x, self._norm, eps)
 
     @torch.no_grad()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
