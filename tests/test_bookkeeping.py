@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from test_graphs import GPU_MODEL
 from test_loop import PROMPTS, SMALL, decoder_of
 from tiny_model import TinyModel
 
@@ -40,7 +41,7 @@ def requests() -> list[Request]:
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("alone", [True, False], ids=["one policy", "many"])
 def test_rounds_with_and_without_kernels(monkeypatch, greedy, alone):
-    model = TinyModel(device="cuda") if GPU else TinyModel()
+    model = TinyModel(**GPU_MODEL) if GPU else TinyModel()
     batches = []
     for kernels in (True, False):
         monkeypatch.setattr(bookkeeping, "available", lambda device, kernels=kernels: kernels)

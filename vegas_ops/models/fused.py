@@ -127,7 +127,11 @@ def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> tuple[int, int, int
     """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages; measured on an H200. Of small weights, which lie in the
     L2 cache, few long steps and many small tiles; of large ones, as many bytes in flight as fit."""
     if n_in <= _WIDE:
-        return 16 if rows <= 16 else 32, 32, 256 if n_in % 256 == 0 else BLOCK_IN, 4, 3
+        if rows > 16:
+            return 32, 32, 256 if n_in % 256 == 0 else BLOCK_IN, 4, 3
+        if n_out > 4096:
+            return 16, 64, BLOCK_IN, 4, 4
+        return 16, 16, next(k for k in (512, 256, BLOCK_IN) if n_in % k == 0), 4, 3
     block_m = min(max(triton.next_power_of_2(rows), 16), 64)
     if block_m > 32:
         return block_m, 64, BLOCK_IN, 4, 4

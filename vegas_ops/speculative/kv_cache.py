@@ -55,12 +55,14 @@ def _power_of_2(n: int) -> int:
 
 
 class CacheSequence:
-    """The pages of one request. `length` counts the tokens whose K and V are valid."""
+    """The pages of one request. `length` counts the tokens whose K and V are valid, `changes` those of
+    the table."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
         self.pages: list[int] = []
         self.length = 0
+        self.changes = 0
         max_pages = cache._pages_of(cache.max_length)
         self.table = torch.full((max_pages,), -1, dtype=torch.int32, device=cache.device)
 
@@ -153,6 +155,7 @@ class PagedKVCache:
             self._users[page] += 1
         sequence.pages = list(shared)
         sequence.table[: len(shared)] = source.table[: len(shared)]
+        sequence.changes += 1
         sequence.length = len(shared) * self.page_size
         return sequence
 
@@ -169,6 +172,7 @@ class PagedKVCache:
         for page in fresh:
             self._users[page] = 1
         sequence.pages += fresh
+        sequence.changes += 1
         sequence.table[have:need] = to_device(fresh, torch.int32, self.device)
 
     def truncate(self, sequence: CacheSequence, length: int, kept: int | None = None) -> None:
@@ -182,6 +186,7 @@ class PagedKVCache:
             if self._users[page] == 0:
                 self._free.append(page)
         if keep < len(sequence.pages):
+            sequence.changes += 1
             sequence.table[keep : len(sequence.pages)] = -1
             del sequence.pages[keep:]
         sequence.length = length

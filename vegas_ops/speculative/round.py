@@ -164,6 +164,7 @@ class Round:
         pages = -(-shape.max_keys // cache.page_size)
         self.block_table = torch.full((batch, pages), -1, dtype=torch.int32, device=device)
         self._no_pages = CacheSequence(cache)
+        self._tables: list[tuple[CacheSequence, int]] = []  # what lies in block_table
         self.sampling = SamplingBatch([SamplingParams(temperature=float(not shape.greedy))] * batch, device)
         self.sampling.filtered = shape.filtered
         sampled_steps = 0 if shape.greedy else steps
@@ -248,11 +249,12 @@ class Round:
         else:
             self._host_table.copy_(torch.tensor(table, dtype=torch.int64))
             self.table.copy_(self._host_table, non_blocking=True)
-        tables = [
-            (self._no_pages if request is None else _sequence(request)).table[: self.block_table.shape[1]]
-            for request in rows
-        ]
-        torch.stack(tables, out=self.block_table)
+        sequences = [self._no_pages if request is None else _sequence(request) for request in rows]
+        tables = [(sequence, sequence.changes) for sequence in sequences]
+        if tables != self._tables:
+            width = self.block_table.shape[1]
+            torch.stack([sequence.table[:width] for sequence in sequences], out=self.block_table)
+            self._tables = tables
         parameters = [SamplingParams() if request is None else request.sampling for request in rows]
         if not self.shape.greedy and parameters != self._parameters:
             self.sampling.load(parameters)
