@@ -91,8 +91,7 @@ def lists_of(guidance: Guidance) -> list[list[list[int]]]:
     """Listed tokens by layer and request."""
     assert guidance.verification is not None
     n = guidance.verification.batch
-    indices = guidance._lists(guidance._indices, n, guidance.max_k).tolist()
-    lengths = guidance._lists(guidance._lengths, n).tolist()
+    indices, lengths = guidance.indices[:, :n].tolist(), guidance.lengths[:, :n].tolist()
     return [[ids[:m] for ids, m in zip(*layer, strict=True)] for layer in zip(indices, lengths, strict=True)]
 
 

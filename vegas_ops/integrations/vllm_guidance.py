@@ -130,8 +130,11 @@ class Guidance:
         self.k = torch.zeros(batch, **like)
         self.dump_rows = torch.zeros(batch, **like)
         self._row_starts = torch.arange(batch + 1, **like)
-        self._indices = torch.zeros(shape.layers * batch * self.max_k, **like)
-        self._lengths = torch.zeros(shape.layers * batch, **like)
+        # Of all layers, at fixed addresses; and packed, as a selection over some layers writes them.
+        self.indices = torch.zeros((shape.layers, batch, self.max_k), **like)
+        self.lengths = torch.zeros((shape.layers, batch), **like)
+        self._indices = torch.zeros(self.chunk * batch * self.max_k, **like)
+        self._lengths = torch.zeros(self.chunk * batch, **like)
         self._scores = torch.zeros((self.chunk, *room), dtype=score_dtype, device=self.device)
         self._guide_lse = torch.zeros((self.chunk, batch, 2, kv), device=self.device)
         self._workspaces = {
@@ -228,17 +231,14 @@ class Guidance:
                 scores, _ = ops.aggregate_logits(scores, dump=dump, seqlens=candidates, **how)
             scores = self.all_reduce(scores[..., : v.max_keys].contiguous())
             dump, how = "token", {}
-        ops.topk_aggregate_logits(
+        indices, lengths = ops.topk_aggregate_logits(
             scores, dump=dump, seqlens=candidates, k=self.k[:n], max_k=self.max_k, pool=self.pool,
-            indices=self._lists(self._indices, n, self.max_k)[begin:end],
-            topk_length=self._lists(self._lengths, n)[begin:end],
+            indices=self._indices[: layers * n * self.max_k].view(layers, n, self.max_k),
+            topk_length=self._lengths[: layers * n].view(layers, n),
             workspace=self._workspaces["topk_aggregate_logits"], **how,
         )  # fmt: skip
-
-    def _lists(self, buffer: Tensor, n: int, *width: int) -> Tensor:
-        """(layers, n, ...) contiguous, of the first n requests' share of a buffer."""
-        shape = (self.shape.layers, n, *width)
-        return buffer[: math.prod(shape)].view(shape)
+        self.indices[begin:end, :n] = indices
+        self.lengths[begin:end, :n] = lengths
 
     # Drafts
 
@@ -250,11 +250,8 @@ class Guidance:
 
         rows: (n,) int64, which requests of the verification these are; default: the first n.
         """
-        assert self.verification is not None, "drafts need a verification before them"
-        n, batch = q.shape[0], self.verification.batch
-        indices = self._lists(self._indices, batch, self.max_k)[layer]
-        length = self._lists(self._lengths, batch)[layer]
-        tail_start = self.candidates
+        n = q.shape[0]
+        indices, length, tail_start = self.indices[layer], self.lengths[layer], self.candidates
         if rows is not None:
             indices, length, tail_start = indices[rows], length[rows], tail_start[rows]
         ops.sparse_paged_decode(

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vegas_ops.integrations.vllm_attention import attach, register_backends, restricted
+from vegas_ops.integrations.vllm_graphs import DraftGraphs
 
 
 class SelfDraftProposer(DraftModelProposer):
@@ -27,6 +29,7 @@ class SelfDraftProposer(DraftModelProposer):
         super().__init__(vllm_config, device, runner)
         self._runner = runner
         self._num_rejected: Tensor | None = None
+        self._graphs: DraftGraphs | None = None
 
     def load_model(self, target_model: Any) -> None:
         self.model = target_model
@@ -35,6 +38,29 @@ class SelfDraftProposer(DraftModelProposer):
         if self.device.type == "cuda" and self._runner is not None:
             # The piecewise graphs of target and drafts are the same, and read from fixed addresses.
             self.input_ids, self.positions = self._runner.input_ids.gpu, self._runner.positions
+
+    def dummy_run(
+        self, num_tokens: int, *arguments: Any, is_graph_capturing: bool = False, **options: Any
+    ) -> None:
+        # Data parallel ranks draft in step with each other, with graphs of vLLM's own.
+        alone = self.vllm_config.parallel_config.data_parallel_size == 1
+        if is_graph_capturing and alone and not self.speculative_config.enforce_eager:
+            if self._graphs is None:
+                self._graphs = DraftGraphs(
+                    self.model, self.vllm_config, self.input_ids, self.positions, self._slot_mapping_buffer,
+                    -(-self.max_model_len // self.block_size),
+                )  # fmt: skip
+                self.model = self._graphs
+            self._graphs.capture()
+        super().dummy_run(num_tokens, *arguments, is_graph_capturing=is_graph_capturing, **options)
+
+    def _determine_batch_execution_and_padding(
+        self, num_tokens: int, use_cudagraphs: bool = True
+    ) -> tuple[CUDAGraphMode, int, Tensor | None]:
+        size = self._graphs.size_for(num_tokens) if self._graphs is not None and use_cudagraphs else None
+        if size is None:
+            return super()._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
+        return CUDAGraphMode.NONE, size, None
 
     def propose(
         self,
@@ -76,12 +102,15 @@ class SelfDraftProposer(DraftModelProposer):
         slots = slots.masked_fill(length >= self.max_model_len, PADDING_SLOT_ID)
         self.input_ids[:n] = next_token_ids[:n]
         self.positions[:n] = position
-        rows = self.arange[:n]
+        rows, keys, table = self.arange[:n], (position + 1).int(), cad.block_table_tensor[:n]
+        if self._graphs is not None and self._graphs.size_for(n) is not None:
+            keys, table = self._graphs.load(keys, table)
         return n, rows, restricted(
             cad, None,
             query_start_loc=self.arange[: n + 1],
             query_start_loc_cpu=torch.from_numpy(self.token_arange_np[: n + 1]).clone(),
-            seq_lens=(position + 1).int(),
+            seq_lens=keys,
+            block_table_tensor=table,
             num_reqs=n,
             num_actual_tokens=n,
             max_query_len=1,
