@@ -38,7 +38,7 @@ from rich.table import Table
 from vegas_ops.demo import print_identity, standard_library_text
 from vegas_ops.session import DEMO_MODEL, DTYPES, PAGE_SIZE, Session, read_text
 from vegas_ops.speculative import POLICIES, Request, SamplingParams, SpeculativeDecoder
-from vegas_ops.speculative.tuning import GAMMAS, RATIOS, Decoded, decode_together, now, tune
+from vegas_ops.speculative.tuning import GAMMAS, RATIOS, REPEATS, Decoded, decode_together, now, tune
 
 _BLOCKS = 8  # of iterations, for the interval of a throughput
 
@@ -138,6 +138,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--gammas", nargs="+", type=int, default=list(GAMMAS), help="tried by --tune")
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS), help="tried by --tune")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="runs of a setting of --tune")
     parser.add_argument(
         "--ceiling", type=float, metavar="GB/S", help="read ceiling, as a run before measured it"
     )
@@ -160,6 +161,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--context", arguments.context, 1),
         ("--new-tokens", arguments.new_tokens, 2),
         ("--gamma", arguments.gamma, 1),
+        ("--repeats", arguments.repeats, 1),
     ):
         if value < least:
             parser.error(f"{name} must be at least {least}, got {value}")
@@ -197,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--context must be at most {room}, so that the output fits, got {arguments.context}"
         )
     device = session.model.device
-    name = "loop.jsonl" if arguments.record else "loop-quick.jsonl"
+    name = f"loop-{arguments.random_weights}" if arguments.random_weights else "loop"
+    name += ".jsonl" if arguments.record else "-quick.jsonl"
     results = ResultFile(arguments.out / slug(device_name(device)) / name)
     results.write({
         **environment(device), "read_ceiling_gbs": round(ceiling, 1), "read_ceiling_method": method,
@@ -268,7 +271,7 @@ def run_batch(
         if arguments.tune and gamma:
             tuning = tune(
                 decoder, held, POLICIES[name], gammas=arguments.gammas, ratios=arguments.ratios,
-                new_tokens=min(new_tokens, 64), sampling=sampling,
+                new_tokens=min(new_tokens, 64), repeats=arguments.repeats, sampling=sampling,
             )  # fmt: skip
             trials = [asdict(trial) for trial in tuning.trials]
             best = max(tuning.trials[1:], key=lambda trial: trial.tokens_per_second)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vegas_ops import jit
+
 try:
     import triton
     import triton.language as tl
@@ -29,7 +31,7 @@ _WIDE = 2048  # input features from which on weights alone count
 
 def available(x: Tensor) -> bool:
     """Whether the kernels run on this tensor's device, in its dtype."""
-    return triton is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and jit.works(x.device)
 
 
 def serves(rows: int | None, in_features: int) -> bool:

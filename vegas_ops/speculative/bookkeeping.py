@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vegas_ops import jit
+
 if TYPE_CHECKING:
     from vegas_ops.speculative.attention import Group
     from vegas_ops.speculative.round import Round
@@ -28,7 +30,7 @@ _BLOCK = 128
 
 
 def available(device: torch.device) -> bool:
-    return triton is not None and device.type == "cuda"
+    return jit.works(device)
 
 
 if triton is not None:
