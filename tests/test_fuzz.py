@@ -1,4 +1,4 @@
-"""A few cases of the fuzzer, which `tools/fuzz.py` runs by the thousand."""
+"""A few cases of the fuzzer and of the soak, which `tools/` runs by the thousand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from op_draws import RandomDraw
 from op_faults import check_refusal
 from op_fuzz import SUBJECTS, Surroundings, check_on_the_cpu, check_on_two_streams, check_replays, fuzz_case
 
-FUZZ = Path(__file__).parents[1] / "tools" / "fuzz.py"
+TOOLS = Path(__file__).parents[1] / "tools"
 
 
 @pytest.mark.parametrize("kind", SUBJECTS)
@@ -39,20 +39,32 @@ def test_a_seed_repeats_its_case(device: torch.device) -> None:
     assert fuzz_case(5, around) == fuzz_case(5, around)
 
 
-def run_fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
-        [sys.executable, FUZZ, *arguments], capture_output=True, text=True, env=environment, timeout=240
+        [sys.executable, TOOLS / name, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
     )
 
 
 def test_the_tool(device: torch.device) -> None:
-    done = run_fuzz("--device", device.type, "--cases", "12", "--seed", "3", "--processes", "2")
+    done = run_tool("fuzz.py", "--device", device.type, "--cases", "12", "--seed", "3", "--processes", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 cases" in done.stdout and "seed 3" in done.stdout and "0 failed" in done.stdout
-    assert run_fuzz("--device", device.type, "--case", "4").returncode == 0
+    assert run_tool("fuzz.py", "--device", device.type, "--case", "4").returncode == 0
 
 
 @pytest.mark.parametrize("arguments", (["--device", "tpu"], ["--seconds", "0"], ["--cases", "-1"]))
 def test_the_tool_refuses(arguments: list[str]) -> None:
-    assert run_fuzz(*arguments).returncode == 2
+    assert run_tool("fuzz.py", *arguments).returncode == 2
+
+
+@pytest.mark.parametrize("options", ([], ["--padded"]), ids=("tight", "padded"))
+def test_requests_by_the_hundred(device: torch.device, options: list[str]) -> None:
+    """They join, leave, are aborted and preempted: no leak, all pages returned, the text of each."""
+    done = run_tool("soak.py", "--device", device.type, "--requests", "400", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "400 requests ended" in done.stdout and "preempted" in done.stdout

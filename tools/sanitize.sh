@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 python=$(command -v "${PYTHON:-python3}")
+python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python")
 export PATH=$(dirname "$python"):$PATH
 build=$root/build/sanitize
 package=$build/package
