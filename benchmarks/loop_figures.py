@@ -66,6 +66,8 @@ def _acceptance(axis: Any, cells: Sequence[Record]) -> None:
     axis.set(title="accepted, given those before", xlabel="draft position", ylabel="share", ylim=(0, 1.02))
     if axis.lines:
         axis.legend(fontsize=7)
+    else:
+        axis.set_visible(False)
 
 
 def _phases(axis: Any, cells: Sequence[Record]) -> None:
@@ -79,6 +81,8 @@ def _phases(axis: Any, cells: Sequence[Record]) -> None:
     axis.set(title="an iteration's phases", ylabel="ms")
     if shown:
         axis.legend(fontsize=7)
+    else:
+        axis.set_visible(False)
 
 
 def _sweep(axis: Any, cells: Sequence[Record]) -> None:
@@ -96,6 +100,8 @@ def _sweep(axis: Any, cells: Sequence[Record]) -> None:
     axis.set(title="tuning: by γ; dots: other ratios at the best γ", xlabel="γ", ylabel="tokens/s")
     if axis.lines:
         axis.legend(fontsize=7)
+    else:
+        axis.set_visible(False)
 
 
 if __name__ == "__main__":
