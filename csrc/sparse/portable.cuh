@@ -75,6 +75,13 @@ __device__ __forceinline__ bool is_present(float2 pair) {
   return __float_as_uint(pair.x) != 0 && __float_as_uint(pair.y) != 0;
 }
 
+// Volatile, for __ldcv is not: a loop that waits for a value would read it once.
+__device__ __forceinline__ float2 load_current(const float2* source) {
+  float2 pair;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "l"(source) : "memory");
+  return pair;
+}
+
 // Two neighbouring columns of a row, and the row's norm.
 struct RowPair {
   RowNorm norm;
@@ -104,7 +111,7 @@ __device__ __forceinline__ void add_chunks(const SparsePlan& plan, const Chunks&
   sum = {{-INFINITY, 0.0f}, {0.0f, 0.0f}};
   const int64_t place = chunks.first_slot * plan.rows + row;
   const float2* norm_source = reinterpret_cast<const float2*>(plan.partial_norm) + place;
-  float* value_source = plan.partial_output + place * head_dim + d;
+  float* value_source = plan.partial_output + place * head_dim + min(d, head_dim - 2);
   const int step = gridDim.x * plan.rows;
 #pragma unroll 1
   for (int first = 0; first < chunks.count; first += kBatch) {
@@ -112,22 +119,30 @@ __device__ __forceinline__ void add_chunks(const SparsePlan& plan, const Chunks&
     float2 values[kBatch];
     bool all;
     do {
+      // All loads before the first look at one of them: a branch in between would wait for each.
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int64_t chunk = int64_t{min(first + i, chunks.count - 1)} * step;
+        norms[i] = load_current(norm_source + chunk);
+        values[i] = load_current(reinterpret_cast<const float2*>(value_source + chunk * head_dim));
+      }
       all = true;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int chunk = first + i;
-        norms[i] = chunk == chunks.own ? make_float2(own.norm.maximum, own.norm.sum) : make_float2(-INFINITY, 0.0f);
-        values[i] = chunk == chunks.own ? own.value : make_float2(0.0f, 0.0f);
-        if (chunk < chunks.count && chunk != chunks.own) {
-          norms[i] = __ldcv(norm_source + chunk * step);
-          all = all && is_present(norms[i]);
-          if (d < head_dim) {
-            values[i] = __ldcv(reinterpret_cast<const float2*>(value_source + int64_t{chunk * step} * head_dim));
-            all = all && is_present(values[i]);
-          }
-        }
+        const bool others = first + i < chunks.count && first + i != chunks.own;
+        all = all && (!others || (is_present(norms[i]) && (d >= head_dim || is_present(values[i]))));
       }
     } while (!all);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i == chunks.own) {
+        norms[i] = make_float2(own.norm.maximum, own.norm.sum);
+        values[i] = own.value;
+      } else if (first + i >= chunks.count) {
+        norms[i] = make_float2(-INFINITY, 0.0f);
+        values[i] = make_float2(0.0f, 0.0f);
+      }
+    }
     float maximum = norms[0].x;
 #pragma unroll
     for (int i = 1; i < kBatch; ++i) maximum = fmaxf(maximum, norms[i].x);
