@@ -85,7 +85,7 @@ def run_tune(options: TuneOptions, console: Console) -> int:
         console.print(
             f"fastest: [bold]γ = {tuning.gamma}, ratio {tuning.ratio:g}[/], "
             f"{best.tokens_per_second / plain.tokens_per_second:.2f}x plain decoding"
-            + (f"; {len(close)} other settings within its range of {options.repeats} runs" if close else ""),
+            + (f"; as fast within the range of the runs: {len(close)} more" if close else ""),
             highlight=False,
         )
     else:
@@ -99,7 +99,7 @@ def run_tune(options: TuneOptions, console: Console) -> int:
 def _table(tuning: Tuning) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("step", no_wrap=True)
-    for name in ("γ", "ratio", "accepted", "tokens/iteration", "tokens/s", "from", "to", "speed-up"):
+    for name in ("γ", "ratio", "accepted", "per round", "tokens/s", "±", "speed-up"):
         table.add_column(name, justify="right")
     plain = tuning.trials[0].tokens_per_second
     for trial in tuning.trials:
@@ -108,7 +108,8 @@ def _table(tuning: Tuning) -> Table:
             STEPS[trial.step],
             *(drafts if trial.gamma else ("", "", "")),
             f"{trial.tokens_per_iteration:.2f}",
-            *(f"{speed:.1f}" for speed in (trial.tokens_per_second, trial.slowest, trial.fastest)),
+            f"{trial.tokens_per_second:.1f}",
+            f"{50 * (trial.fastest - trial.slowest) / trial.tokens_per_second:.0f} %",  # half the range
             f"{trial.tokens_per_second / plain:.2f}x",
             style="bold" if trial.step == 3 and trial.ratio == tuning.ratio else "",
         )
