@@ -291,7 +291,7 @@ def test_case_080_nan_in_a_draft_row_alone_is_harmless(model):
             return logits * math.nan if len(hidden) == 1 and self.drafting else logits
 
         def forward(self, token_ids, positions, attend):
-            self.drafting = "Draft" in type(attend.__self__).__name__
+            self.drafting = "Draft" in type(attend).__name__
             return super().forward(token_ids, positions, attend)
 
     for temperature in (0.0, 1.0):
@@ -398,7 +398,7 @@ def test_case_088_rejection_rolls_back_to_what_was_committed(model):
         """Drafts are always wrong."""
 
         def forward(self, token_ids, positions, attend):
-            self.drafting = "Draft" in type(attend.__self__).__name__
+            self.drafting = "Draft" in type(attend).__name__
             return super().forward(token_ids, positions, attend)
 
         def compute_logits(self, hidden):
