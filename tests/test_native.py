@@ -25,7 +25,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.parametrize("op", ("verify", "select", "sparse"))
+@pytest.mark.parametrize("op", ("verify", "select", "sparse", "hostile"))
 def test_op(program: Path, op: str) -> None:
     ran = subprocess.run([program, "--device", "cpu", "--op", op], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr

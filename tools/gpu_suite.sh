@@ -16,7 +16,7 @@ op_tests=(tests/test_verify.py tests/test_select.py tests/test_sparse.py)
 # Tests of the package itself build and install; that is no affair of a GPU machine.
 all_tests=("${op_tests[@]}" tests/test_arguments.py tests/test_value_checks.py tests/test_fuzz.py tests/test_loop.py
   tests/test_graphs.py tests/test_bookkeeping.py tests/test_threads.py tests/test_layer_attention.py
-  tests/cases --ignore=tests/cases/test_package_cases.py)
+  tests/test_hostile_data.py tests/cases --ignore=tests/cases/test_package_cases.py)
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit --format=csv || exit 1
 "$python" - <<'PYTHON' || exit 1

@@ -1,6 +1,6 @@
 // The three ops through the C interface alone, without Python: small calls over traps, compared with plain loops in
 // double precision. Written for compute-sanitizer, which is slow to start under a framework.
-// usage: ops_test [--device cpu|cuda] [--op verify|select|sparse|all] [--case N]
+// usage: ops_test [--device cpu|cuda] [--op verify|select|sparse|hostile|all] [--case N]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,7 +8,7 @@
 #include "support.h"
 
 static int usage(const char* program) {
-  fprintf(stderr, "usage: %s [--device cpu|cuda] [--op verify|select|sparse|all] [--case N]\n", program);
+  fprintf(stderr, "usage: %s [--device cpu|cuda] [--op verify|select|sparse|hostile|all] [--case N]\n", program);
   return 2;
 }
 
@@ -30,7 +30,8 @@ int main(int argc, char** argv) {
     }
   }
   const bool all = op == "all";
-  if ((device != "cpu" && device != "cuda") || (!all && op != "verify" && op != "select" && op != "sparse")) {
+  const bool known = all || op == "verify" || op == "select" || op == "sparse" || op == "hostile";
+  if ((device != "cpu" && device != "cuda") || !known) {
     return usage(argv[0]);
   }
 #ifndef WITH_CUDA
@@ -49,6 +50,8 @@ int main(int argc, char** argv) {
     if (session.enabled) printf("%s on %s: %s\n", names[i], device.c_str(), kernels ? kernels : "no kernels");
     suites[i](session);
   }
+  session.enabled = all || op == "hostile";
+  native::run_hostile(session);
   printf("%d cases, %d failed\n", session.ran(), session.failed());
   return session.failed() || !session.ran();
 }

@@ -126,5 +126,6 @@ class Session {
 void run_verify(Session& session);
 void run_select(Session& session);
 void run_sparse(Session& session);
+void run_hostile(Session& session);
 
 }  // namespace native
