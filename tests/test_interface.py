@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 import torch
@@ -50,13 +50,14 @@ def python_names() -> Iterator[str]:
         module = importlib.import_module(module_name)
         for name in sorted(module.__all__):
             value, path = getattr(module, name), f"{module_name}.{name}"
-            if inspect.isclass(value):
+            if get_origin(value) is not None:
+                yield f"{path}: alias of a type"
+            elif inspect.isclass(value):
                 yield from class_names(value, path)
             elif inspect.isfunction(value):
                 yield f"{path}{signature(value)}"
-            else:  # a constant, or the alias of a type
-                kind = type(value)
-                yield f"{path}: {kind.__name__ if kind.__module__ != 'collections.abc' else 'Callable'}"
+            else:
+                yield f"{path}: {type(value).__name__}"
 
 
 def class_names(kind: type, path: str) -> Iterator[str]:
