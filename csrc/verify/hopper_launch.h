@@ -23,8 +23,8 @@ constexpr int tile_keys(int row_groups, bool balanced) { return row_groups == 2 
 
 constexpr int ctas_per_sm(int row_groups, int head_dim) { return row_groups == 1 && head_dim <= 128 ? 2 : 1; }
 
-// Pairs of CTAs add up parts of a dump. Larger clusters would leave SMs idle, and CTAs that fill an SM each wait for one
-// another.
+// Pairs of CTAs add up parts of a dump. Larger clusters would leave SMs idle, and CTAs that fill an SM each wait for
+// one another.
 constexpr bool may_pair(int row_groups, int head_dim) { return ctas_per_sm(row_groups, head_dim) == 2; }
 
 struct LaunchShape {
