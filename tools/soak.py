@@ -34,6 +34,7 @@ from torch import Tensor  # noqa: E402
 from vegas_ops.speculative import POLICIES, Request, SamplingParams, SpeculativeDecoder  # noqa: E402
 
 KINDS = 48  # different texts
+WARM_REQUESTS = 4000  # after a quarter of these, a GPU has met all shapes of a round
 MOST_MEMORY = 48 << 20  # by which the process may grow: what allocators keep back
 
 
@@ -184,6 +185,9 @@ def main() -> int:
         f"preempted by hand; {soak.ties} texts left the expected one at a tie; all {soak.pages} pages free; "
         f"{seconds[1]:.1f} s for the second eighth, {seconds[-1]:.1f} s for the last"
     )
+    if options.device == "cuda" and options.requests < WARM_REQUESTS:
+        print("too few requests to tell growth from kernels and graphs that are still being made")
+        return 0
     assert late["process"] - early["process"] < MOST_MEMORY, "the process grew"
     assert late["tensors"] <= early["tensors"] * 1.02 + 50, "tensors are kept"
     assert late["objects"] <= early["objects"] * 1.02 + 2000, "objects are kept"
