@@ -65,6 +65,9 @@ def test_the_tool_refuses(arguments: list[str]) -> None:
 @pytest.mark.parametrize("options", ([], ["--padded"]), ids=("tight", "padded"))
 def test_requests_by_the_hundred(device: torch.device, options: list[str]) -> None:
     """They join, leave, are aborted and preempted: no leak, all pages returned, the text of each."""
-    done = run_tool("soak.py", "--device", device.type, "--requests", "400", *options)
+    if device.type == "cuda" and options:
+        pytest.skip("on a GPU all batches are padded")
+    count = "400" if device.type == "cpu" else "80"  # there, nearly every step meets a new shape
+    done = run_tool("soak.py", "--device", device.type, "--requests", count, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "400 requests ended" in done.stdout and "preempted" in done.stdout
+    assert f"{count} requests ended" in done.stdout and "preempted" in done.stdout

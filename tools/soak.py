@@ -49,7 +49,7 @@ class Text:
             "policy": policy, "ratio": 0.3, "min_tokens": 4,
         }  # fmt: skip
         plain = Request(**{**self.options, "gamma": 0})
-        SpeculativeDecoder(model, new_cache(model)).generate([plain])
+        SpeculativeDecoder(model, new_cache(model), graphs=False).generate([plain])
         self.output = plain.output
         if rng.random() < 0.3 and len(self.output) > 2:  # ends where a stop first occurs
             stop = self.output[len(self.output) // 2]
