@@ -73,8 +73,8 @@ def build_wheel(source: Path, wheels: Path, epoch: str) -> Path:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     bin_first = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "SOURCE_DATE_EPOCH": epoch, "PATH": bin_first, "PYTHONHASHSEED": "0"}
-    # nvcc puts its process id into names: of what is local to a file, and of temporary files, which are among the
-    # symbols that only debuggers read. The path of a file keeps the former apart.
+    # nvcc puts its process id into names: of what is local to a file, which the file's path keeps apart as well,
+    # and of temporary files, among the symbols that only debuggers read.
     environment["NVCC_APPEND_FLAGS"] = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} -frandom-seed=vegas_ops"
     strip = "-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--strip-all"
     environment["VEGAS_CMAKE_ARGS"] = f"{os.environ.get('VEGAS_CMAKE_ARGS', '')} {strip}"
