@@ -73,7 +73,7 @@ def build_wheel(source: Path, wheels: Path, epoch: str) -> Path:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     bin_first = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "SOURCE_DATE_EPOCH": epoch, "PATH": bin_first, "PYTHONHASHSEED": "0"}
-    # nvcc puts its process id into names: of what is local to a file, which the file's path keeps apart as well,
+    # nvcc puts its process id into names: of what is local to a file, whose path tells it apart as well,
     # and of temporary files, among the symbols that only debuggers read.
     environment["NVCC_APPEND_FLAGS"] = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} -frandom-seed=vegas_ops"
     strip = "-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--strip-all"
