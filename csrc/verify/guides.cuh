@@ -142,12 +142,13 @@ struct GuideDump {
 
   // Logits are -inf where a guide row does not see the key; of a token dump they are the one sum, twice.
   __device__ __forceinline__ void write(int key, float first_logit, float second_logit) const {
-    if (kind != VEGAS_DUMP_KV_HEAD) {
-      write_part(key, part_of(first_logit, second_logit));
-    } else if (key < length) {
+    if (key >= length) return;
+    if (kind == VEGAS_DUMP_KV_HEAD) {
       store_logit(logits, bf16, plane[0] + key, first_logit);
       if (plane[1] >= 0) store_logit(logits, bf16, plane[1] + key, second_logit);
+      return;
     }
+    write_part(key, part_of(first_logit, second_logit));
   }
 
   // What this KV head adds to a summed dump.
