@@ -93,7 +93,22 @@ def for_device(arguments: dict[str, Any], device: torch.device, draw: Draw) -> d
     return arguments
 
 
-class VerifySubject:
+class AttentionSubject:
+    """An attention op, whose calls are made of a paged case and of its twin on the device."""
+
+    op: str
+    twin: Any
+    kwargs: dict[str, Any]
+
+    def outputs(self, kind: int) -> Outputs:
+        return self.twin.outputs((SENTINEL, math.nan)[kind])
+
+    def run(self, outputs: Outputs, workspaces: Workspaces) -> None:
+        op = getattr(vegas_ops, self.op)
+        op(*self.twin.args, **self.kwargs, **outputs, workspace=workspaces.get(self.op))
+
+
+class VerifySubject(AttentionSubject):
     op = "flash_attn_with_logit_dump"
 
     def __init__(self, draw: Draw, device: torch.device, **fixed: Any) -> None:
@@ -102,14 +117,6 @@ class VerifySubject:
         self.twin = twin(self.case, device)
         self.longest = (list(self.case.lengths), list(self.case.q_lens))
         self.kwargs = self.twin.kwargs  # made once: a graph must not copy from the host
-
-    def outputs(self, kind: int) -> Outputs:
-        return self.twin.outputs((SENTINEL, math.nan)[kind])
-
-    def run(self, outputs: Outputs, workspaces: Workspaces) -> None:
-        vegas_ops.flash_attn_with_logit_dump(
-            *self.twin.args, **self.kwargs, **outputs, workspace=workspaces.get(self.op)
-        )
 
     def vary(self, draw: Draw) -> None:
         case = self.case
@@ -131,7 +138,7 @@ class VerifySubject:
         bound_verify(self.case).check(got, again)
 
 
-class SparseSubject:
+class SparseSubject(AttentionSubject):
     op = "sparse_paged_decode"
 
     def __init__(self, draw: Draw, device: torch.device) -> None:
@@ -140,14 +147,6 @@ class SparseSubject:
         self.twin = twin(self.case, device)
         self.lengths, self.counts = list(self.case.lengths), self.case.topk_length.clone()
         self.kwargs = self.twin.kwargs
-
-    def outputs(self, kind: int) -> Outputs:
-        return self.twin.outputs((SENTINEL, math.nan)[kind])
-
-    def run(self, outputs: Outputs, workspaces: Workspaces) -> None:
-        vegas_ops.sparse_paged_decode(
-            *self.twin.args, **self.kwargs, **outputs, workspace=workspaces.get(self.op)
-        )
 
     def vary(self, draw: Draw) -> None:
         case = self.case

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,28 +137,22 @@ SELECT: list[tuple[str, Change]] = [
 ]
 
 
-@under_the_check
-@pytest.mark.parametrize("number", range(len(VERIFY)))
-def test_verify_names_what_is_wrong(device: torch.device, number: int) -> None:
-    text, change = VERIFY[number]
-    vegas_ops.flash_attn_with_logit_dump(**verify_call(device))
-    refused(vegas_ops.flash_attn_with_logit_dump, verify_call(device), change, text)
+CASES: list[tuple[Any, Callable[[torch.device], Call], str, Change]] = [
+    *((vegas_ops.flash_attn_with_logit_dump, verify_call, *rest) for rest in VERIFY),
+    *(
+        (vegas_ops.sparse_paged_decode, partial(sparse_call, logical=logical), *rest)
+        for logical, *rest in SPARSE
+    ),
+    *((vegas_ops.topk_aggregate_logits, select_call, *rest) for rest in SELECT),
+]
 
 
 @under_the_check
-@pytest.mark.parametrize("number", range(len(SPARSE)))
-def test_sparse_names_what_is_wrong(device: torch.device, number: int) -> None:
-    logical, text, change = SPARSE[number]
-    vegas_ops.sparse_paged_decode(**sparse_call(device, logical))
-    refused(vegas_ops.sparse_paged_decode, sparse_call(device, logical), change, text)
-
-
-@under_the_check
-@pytest.mark.parametrize("number", range(len(SELECT)))
-def test_select_names_what_is_wrong(device: torch.device, number: int) -> None:
-    text, change = SELECT[number]
-    vegas_ops.topk_aggregate_logits(**select_call(device))
-    refused(vegas_ops.topk_aggregate_logits, select_call(device), change, text)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_error_names_what_is_wrong(device: torch.device, number: int) -> None:
+    op, call, text, change = CASES[number]
+    op(**call(device))
+    refused(op, call(device), change, text)
 
 
 @under_the_check
