@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from op_cases import SelectCase, int32
-from op_checks import assert_same_bits, check_select, check_select_case, select
+from op_checks import assert_same_bits, check_aggregate, check_select, check_select_case, select
 from op_draws import drawn, select_arguments
 from torch import Tensor
 
@@ -287,3 +287,16 @@ def test_fake_tensors_on_cuda() -> None:
         assert indices.dtype == lengths.dtype == torch.int32 and indices.device.type == "cuda"
         sums, heads = vegas_ops.aggregate_logits(logits, dump="kv_head", seqlens=seqlens)
         assert sums.shape == (5, 2, 300) and sums.dtype == torch.float32 and heads == 4
+
+
+def test_weights_on_either_side_of_overflow(device: torch.device) -> None:
+    """Sums as large as fp32 holds, give or take their rounding, pass for infinite ones and the reverse."""
+    overflow = math.log(torch.finfo(torch.float32).max)
+    logits = torch.zeros(1, 1, 2, 8, device=device)
+    logits[..., 0] = 90
+    for step in range(-8, 9):
+        lse = torch.full((1, 2), 90 - overflow + step * 3e-6, device=device)
+        check_aggregate(
+            logits, 2.8e-5, dump="rows", mode="weight", seqlens=int32((8,), device), lse=lse,
+            cu_seqlens_q=int32((0, 2), device), dump_rows=int32((1,), device),
+        )  # fmt: skip
