@@ -18,35 +18,6 @@ __host__ __device__ inline int64_t part_floats(int parts, int64_t max_seqlen_k) 
   return ceil_div64(max_seqlen_k, kPartKeys) * kPartKeys * parts;
 }
 
-// Called by `threads` threads of `ctas` CTAs: logits[b, key] = sum of the parts, in the order of their heads.
-__device__ inline void reduce_dump(const VegasVerifyParams& p, const float* dump, int parts, int dump_len, int b,
-                                   int cta, int ctas, int threads) {
-  float* logits = static_cast<float*>(p.logits) + b * p.logits_stride[0];
-  const float* sums = dump + b * part_floats(parts, p.max_seqlen_k);
-  for (int64_t key = (int64_t{cta} * threads + threadIdx.x) * 4; key < dump_len; key += int64_t{ctas} * threads * 4) {
-    const float* from = sums + key / kPartKeys * kPartKeys * parts + key % kPartKeys;
-    float total[4] = {};
-    bool masked[4] = {};
-#pragma unroll 4
-    for (int part = 0; part < parts; ++part) {
-      const float4 values = *reinterpret_cast<const float4*>(from + part * kPartKeys);
-      const float x[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        masked[i] = masked[i] || x[i] == -INFINITY;
-        total[i] += x[i];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (key + i >= dump_len) break;
-      // Weights may overflow where the hint is far from the row's own normaliser; NaN stays.
-      if (p.dump == VEGAS_DUMP_TOKEN_WEIGHT && total[i] > FLT_MAX) total[i] = FLT_MAX;
-      logits[key + i] = masked[i] ? -INFINITY : total[i];
-    }
-  }
-}
-
 __host__ __device__ __forceinline__ bool query_aligned(const VegasVerifyParams& p) {
   return ((reinterpret_cast<uintptr_t>(p.q) | (p.q_stride_row * 2) | (p.q_stride_head * 2)) & 15) == 0;
 }
@@ -194,6 +165,72 @@ __device__ inline void describe_guides(GuideDump& dump, const VegasVerifyParams&
       const int64_t head = b * p.logits_stride[0] + kv_head * p.logits_stride[2];
       dump.plane[g] = written ? head + (g < request.num_guides ? plane : 1) * p.logits_stride[1] : -1;
     }
+  }
+}
+
+// Called by `threads` threads of `ctas` CTAs: logits[b, key] = sum of the parts, in the order of their heads. Keys that
+// no row attends have no parts, and are masked.
+__device__ inline void reduce_dump(const VegasVerifyParams& p, const float* dump, int parts,
+                                   const VerifyRequest& request, int b, int cta, int ctas, int threads) {
+  float* logits = static_cast<float*>(p.logits) + b * p.logits_stride[0];
+  const float* sums = dump + b * part_floats(parts, p.max_seqlen_k);
+  const int dump_len = request.dump_len;
+  for (int64_t key = (int64_t{cta} * threads + threadIdx.x) * 4; key < dump_len; key += int64_t{ctas} * threads * 4) {
+    const float* from = sums + key / kPartKeys * kPartKeys * parts + key % kPartKeys;
+    float total[4] = {};
+    bool masked[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) masked[i] = key + i < request.first_key || key + i >= request.end_key;
+    const int attended = key + 3 < request.first_key || key >= request.end_key ? 0 : parts;
+#pragma unroll 4
+    for (int part = 0; part < attended; ++part) {
+      const float4 values = *reinterpret_cast<const float4*>(from + part * kPartKeys);
+      const float x[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        masked[i] = masked[i] || x[i] == -INFINITY;
+        total[i] += x[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (key + i >= dump_len) break;
+      // Weights may overflow where the hint is far from the row's own normaliser; NaN stays.
+      if (p.dump == VEGAS_DUMP_TOKEN_WEIGHT && total[i] > FLT_MAX) total[i] = FLT_MAX;
+      logits[key + i] = masked[i] ? -INFINITY : total[i];
+    }
+  }
+}
+
+// The same for a kv_head dump, whose parts are its planes: only what no row attends is left to do.
+__device__ inline void mask_planes(const VegasVerifyParams& p, const VerifyRequest& request, int b, int cta, int ctas,
+                                   int threads) {
+  if (request.num_guides == 0) return;
+  for (int kv_head = 0; kv_head < p.cache.num_heads_kv; ++kv_head) {
+    GuideDump dump;
+    describe_guides(dump, p, request, b, kv_head, 0, 1, nullptr);
+    for (int key = cta * threads + threadIdx.x; key < dump.length; key += ctas * threads) {
+      if (key < request.first_key || key >= request.end_key) dump.write(key, -INFINITY, -INFINITY);
+    }
+  }
+}
+
+// How many CTAs finish a request's dump; all requests' are about `most`.
+inline int dump_ctas(const VegasVerifyParams& p, int most, int threads) {
+  const bool summed = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT;
+  const bool masked = p.dump == VEGAS_DUMP_KV_HEAD && (p.window_left >= 0 || p.window_right >= 0);
+  if (!summed && !masked) return 0;
+  const int needed = ceil_div(p.max_seqlen_k, 4 * threads);
+  const int wanted = ceil_div(most, p.batch);
+  return needed < wanted ? needed : wanted;
+}
+
+__device__ inline void finish_dump(const VegasVerifyParams& p, const float* dump, int parts,
+                                   const VerifyRequest& request, int b, int cta, int ctas, int threads) {
+  if (p.dump == VEGAS_DUMP_KV_HEAD) {
+    mask_planes(p, request, b, cta, ctas, threads);
+  } else {
+    reduce_dump(p, dump, parts, request, b, cta, ctas, threads);
   }
 }
 

@@ -17,7 +17,7 @@ namespace hopper {
 
 namespace {
 
-constexpr int kReduceCtas = 1024;  // about as many as add up dumps, over all requests
+constexpr int kDumpCtas = 1024;  // about as many as finish dumps, over all requests
 constexpr int kMaxRowCtas = 2048;
 constexpr int kMaxBatch = 4096;   // every CTA looks at all requests
 constexpr int kMaxPairs = 60000;  // of a row tile and KV head, of a request: a dimension of the last launch
@@ -177,13 +177,8 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   // A CTA merges one row where there are few, which then have many chunks.
   shape.rows_per_cta = int64_t{p.batch} * shape.merges * w.norm_rows <= kMaxRowCtas ? 1 : kFinishWarps;
   const int row_ctas = ceil_div(w.norm_rows, shape.rows_per_cta);
-  int reduce_ctas = 0;
-  if (summed) {
-    const int most = ceil_div(p.max_seqlen_k, 4 * kFinishThreads);
-    const int wanted = ceil_div(kReduceCtas, p.batch);
-    reduce_ctas = most < wanted ? most : wanted;
-  }
-  shape.finish_grid = dim3(row_ctas, shape.merges + ceil_div(reduce_ctas, row_ctas), p.batch);
+  const int dump_ctas = portable::dump_ctas(p, kDumpCtas, kFinishThreads);
+  shape.finish_grid = dim3(row_ctas, shape.merges + ceil_div(dump_ctas, row_ctas), p.batch);
   const CacheBoxes boxes = boxes_of(p.cache);
   return launch_status("flash_attn_with_logit_dump", p.q_dtype == VEGAS_FLOAT16
                                                          ? launch_verify<__half>(p, w, boxes, shape, stream)

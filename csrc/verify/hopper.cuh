@@ -102,7 +102,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     const Segment& s = *next;
     const int first_row = s.row_tile * T::kRows + 64 * group;
     if (first_row >= s.packed_rows) {
-      for (int tile = s.live_begin; tile < s.live_end; ++tile) {
+      for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
         wait_barrier(shared.keys_full[ring.stage], ring.phase);
         arrive_as_warp(shared.keys_empty[ring.stage]);
         wait_barrier(shared.values_full[ring.stage], ring.phase);
@@ -237,14 +237,14 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
 #pragma unroll
       for (int i = 0; i < 2; ++i) sum[i] = sum[i] * rescale[i] + (added[i][0] + added[i][1]);
     };
-    if (s.live_begin < s.live_end) {
+    if (s.first_tile < s.end_tile) {
       wait_barrier(shared.keys_full[ring.stage], ring.phase);
       hand_over(ring.stage);
       multiply_keys(ring.stage);
       warpgroup_wait<0>();
       warpgroup_fence_operand(scores);
-      int first_key = s.template key_of<T::kTileKeys>(s.live_begin);
-      const int last_key = s.template key_of<T::kTileKeys>(s.live_end - 1);  // first of the last tile
+      int first_key = s.template key_of<T::kTileKeys>(s.first_tile);
+      const int last_key = s.template key_of<T::kTileKeys>(s.end_tile - 1);  // first of the last tile
       int previous = -1;                                                     // stage whose values are being accumulated
       while (true) {
         // One tile: its weights, while the values of the tile before are accumulated, then the scores of the next.

@@ -1,5 +1,4 @@
-// The launch after the Hopper attention kernel: merges what was split among CTAs and adds up the KV heads' parts of a
-// summed dump.
+// The launch after the Hopper attention kernel: merges what was split among CTAs and finishes dumps.
 #pragma once
 
 #include "verify/guides.cuh"
@@ -127,7 +126,7 @@ __device__ inline void merge_row(const VegasVerifyParams& p, const Workspace& w,
   }
 }
 
-// The grid is (rows of a row tile, pairs of a row tile and KV head, requests), with more in y that add up dumps. A CTA
+// The grid is (rows of a row tile, pairs of a row tile and KV head, requests), with more in y that finish dumps. A CTA
 // merges rows_per_cta rows.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kFinishThreads, kHeadDim > 128 ? 4 : 5)
@@ -139,7 +138,7 @@ __global__ void __launch_bounds__(kFinishThreads, kHeadDim > 128 ? 4 : 5)
   const RequestPlan& plan = w.requests[b];
   const int of_row_tile = blockIdx.y;
   if (of_row_tile >= merges) {
-    portable::reduce_dump(p, w.dump, p.cache.num_heads_kv / w.heads_per_part, plan.request.dump_len, b,
+    portable::finish_dump(p, w.dump, p.cache.num_heads_kv / w.heads_per_part, plan.request, b,
                           (of_row_tile - merges) * gridDim.x + blockIdx.x, (gridDim.y - merges) * gridDim.x,
                           kFinishThreads);
     return;

@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
   for (const Segment* next; (next = segments.next()); segments.done()) {
     const Segment& s = *next;
     if (s.request.num_guides == 0 || s.row_tile > 0) {
-      for (int tile = s.live_begin; tile < s.live_end; ++tile) {
+      for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
         wait_barrier(shared.keys_full[ring.stage], ring.phase);
         arrive_as_warp(shared.keys_empty[ring.stage]);
         ring.advance();
@@ -53,12 +53,11 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     RowNorm norm[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};  // of this lane's keys
     float held[kOwnKeys] = {};                                 // parts of the tile before
     int key = s.template key_of<T::kTileKeys>(s.first_tile) + own_column;
-    for (int tile = s.first_tile; tile < s.first_tile + s.tiles + lag; ++tile, key += T::kTileKeys) {
+    for (int tile = s.first_tile; tile < s.end_tile + lag; ++tile, key += T::kTileKeys) {
       float logits[2][kOwnKeys];  // of guide rows
 #pragma unroll
       for (int i = 0; i < kOwnKeys; ++i) logits[0][i] = logits[1][i] = -INFINITY;
-      // Other tiles are masked for all rows, and not loaded.
-      if (tile >= s.live_begin && tile < s.live_end) {
+      if (tile < s.end_tile) {
         wait_barrier(shared.keys_full[ring.stage], ring.phase);
         const char* keys = shared.keys[ring.stage] + lane_offset;
         // Products of even and odd words are chains of their own.

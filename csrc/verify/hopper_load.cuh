@@ -47,9 +47,9 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
     const Segment& s = *next;
     const int32_t* table = p.cache.block_table + s.index * p.cache.block_table_stride;
     const int kv_head = s.kv_head;
-    const int live_end = s.live_end;
+    const int end_tile = s.end_tile;
     const int first_key = s.request.first_key;
-    const int end_key = min(s.request.end_key, s.last_seen + 1);
+    const int end_key = s.request.end_key;
     const int first_seen = s.first_seen;
     // Several row tiles read the same keys, which then stay in the cache.
     const bool read_once = s.packed_rows <= T::kRows;
@@ -67,14 +67,14 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
         page[j] = -1;
         slot[j] = 0;
         const bool read = boxed ? j == 0 && lane < num_boxes : position >= first_seen && position < end_key;
-        if (tile < live_end && read) {
+        if (tile < end_tile && read) {
           int column;
           boxes.page_size(column, slot[j], position);
           page[j] = __ldg(table + column);
         }
       }
     };
-    for (int tile = s.live_begin - 1; tile < live_end; ++tile) {
+    for (int tile = s.first_tile - 1; tile < end_tile; ++tile) {
       const int box_page = page[0];
       const int box_slot = slot[0];
       const uint32_t found = __ballot_sync(0xffffffffu, box_page >= 0 && box_page < num_pages);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
         valid.words[j] = __ballot_sync(0xffffffffu, exists);
       }
       look_up(tile + 1);
-      if (tile < s.live_begin) continue;
+      if (tile < s.first_tile) continue;
       wait_barrier(values ? shared.values_empty[ring.stage] : shared.keys_empty[ring.stage], ring.phase ^ 1);
       char* target = values ? shared.values[ring.stage] : shared.keys[ring.stage];
       uint64_t* full = values ? &shared.values_full[ring.stage] : &shared.keys_full[ring.stage];

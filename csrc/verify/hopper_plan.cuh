@@ -108,13 +108,10 @@ struct Segment {
   int row_tile;
   int kv_head;
   int first_tile;
-  int tiles;
+  int end_tile;    // first_tile where no row sees any key
   bool whole;      // all tiles of the pair: nothing to merge
   int slot;        // of the partial results otherwise
-  int first_seen;  // no row sees keys outside [first_seen, last_seen], and tiles outside [live_begin, live_end)
-  int last_seen;
-  int live_begin;
-  int live_end;
+  int first_seen;  // no row sees earlier keys
 
   int left;  // a query row at position x sees keys in [x - left, x + right]
   int right;
@@ -154,7 +151,7 @@ __device__ inline Segment cut_segment(const VegasVerifyParams& p, const Workspac
   s.packed_rows = request.q_len * w.group;
   s.kv_head = round * w.team + blockIdx.x;
   s.first_tile = unit * units.unit_tiles;
-  s.tiles = min(run * units.unit_tiles, units.tiles - s.first_tile);
+  s.end_tile = request.end_key == 0 ? 0 : min(s.first_tile + run * units.unit_tiles, units.tiles);
   s.whole = run == units.units;
   // A CTA has one run that ends within a pair, and one that starts within.
   s.slot = balanced ? (blockIdx.y * w.team + blockIdx.x) * 2 + (unit == 0) : left.begin * w.team + blockIdx.x;
@@ -165,16 +162,7 @@ __device__ inline Segment cut_segment(const VegasVerifyParams& p, const Workspac
   s.right = p.causal ? 0 : p.window_right >= 0 ? min(p.window_right, all) : all;
   int unused;
   s.visible(0, s.first_seen, unused);
-  s.visible(request.q_len - 1, unused, s.last_seen);
   s.first_seen = max(s.first_seen, 0);
-  const int end = s.first_tile + s.tiles;
-  s.live_begin = s.live_end = s.first_tile;
-  if (s.last_seen >= s.first_seen) {
-    const int first = (max(s.first_seen, request.first_key) - request.first_key) >> w.tile_shift;
-    const int last = (s.last_seen - request.first_key) >> w.tile_shift;
-    s.live_begin = min(max(first, s.first_tile), end);
-    s.live_end = max(s.live_begin, min(last + 1, end));
-  }
   return s;
 }
 

@@ -12,7 +12,7 @@ namespace portable {
 
 namespace {
 
-constexpr int kReduceCtas = 2048;  // about as many as add up dumps, over all requests
+constexpr int kDumpCtas = 2048;  // about as many as finish dumps, over all requests
 
 __global__ void __launch_bounds__(kPlanThreads)
     verify_plan_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ PlanWorkspace w,
@@ -24,16 +24,16 @@ __global__ void __launch_bounds__(kPlanThreads)
   make_plan(work, p.batch, rule, w);
 }
 
-// The first merge_ctas CTAs merge chunks, a warp per row; the others add up dumps.
+// The first merge_ctas CTAs merge chunks, a warp per row; the others finish dumps.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     verify_finish_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ PlanWorkspace w,
-                         int tile_rows, int64_t merge_ctas, int reduce_parts) {
+                         int tile_rows, int64_t merge_ctas, int dump_parts) {
   if (blockIdx.x >= merge_ctas) {
     const int64_t i = blockIdx.x - merge_ctas;
-    const int b = static_cast<int>(i / reduce_parts);
-    reduce_dump(p, w.dump, p.cache.num_heads_kv, VerifyRequest(p, b).dump_len, b, static_cast<int>(i % reduce_parts),
-                reduce_parts, kThreads);
+    const int b = static_cast<int>(i / dump_parts);
+    finish_dump(p, w.dump, p.cache.num_heads_kv, VerifyRequest(p, b), b, static_cast<int>(i % dump_parts), dump_parts,
+                kThreads);
     return;
   }
   const int row_groups = ceil_div(w.tile_rows + w.extra_norms, kWarps);
@@ -122,14 +122,9 @@ int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
   const int row_groups = ceil_div(bounds.tile_rows + bounds.extra_norms, kWarps);
   const int64_t merge_ctas =
       split ? int64_t{p.batch} * bounds.row_tiles * p.cache.num_heads_kv * row_groups : int64_t{0};
-  int reduce_parts = 0;
-  if (summed && p.max_seqlen_k > 0) {
-    const int most = ceil_div(p.max_seqlen_k, 4 * kThreads);
-    const int wanted = ceil_div(kReduceCtas, p.batch);
-    reduce_parts = most < wanted ? most : wanted;
-  }
+  const int dump_parts = dump_ctas(p, kDumpCtas, kThreads);
   const int64_t units = bounds.units(rule);
-  const int64_t finish_ctas = merge_ctas + int64_t{p.batch} * reduce_parts;
+  const int64_t finish_ctas = merge_ctas + int64_t{p.batch} * dump_parts;
   VEGAS_CHECK(units * p.cache.num_heads_kv <= INT_MAX && finish_ctas <= INT_MAX,
               "`batch` and `max_seqlen_q` must need fewer than 2^31 CTAs, got batch %d and max_seqlen_q %d", p.batch,
               p.max_seqlen_q);
@@ -145,7 +140,7 @@ int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
   }
   if (error == cudaSuccess && finish_ctas > 0) {
     const auto kernel = fp16 ? verify_finish_kernel<__half> : verify_finish_kernel<__nv_bfloat16>;
-    kernel<<<static_cast<unsigned>(finish_ctas), kThreads, 0, stream>>>(p, w, tile_rows, merge_ctas, reduce_parts);
+    kernel<<<static_cast<unsigned>(finish_ctas), kThreads, 0, stream>>>(p, w, tile_rows, merge_ctas, dump_parts);
     error = cudaGetLastError();
   }
   return launch_status("flash_attn_with_logit_dump", error);
