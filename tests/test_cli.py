@@ -280,7 +280,7 @@ def test_default_prompt_is_long_and_the_same_each_time() -> None:
 
 
 def test_a_difference_is_shown_and_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    """Outputs that part far from a tie are called wrong, with the target's top two."""
+    """Outputs that part far from a tie are called wrong, with the two tokens."""
     session = Session(DEMO_MODEL)
     ids = session.encode(PROMPT, 20)
     decoder = session.decoder(len(ids) + 2000)
@@ -296,8 +296,30 @@ def test_a_difference_is_shown_and_judged(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "differs from token 9 on" in out
     assert "more than rounding explains" in out
-    expected = session.tokenizer.decode([plain.output[8]])
-    assert f"top two there are {expected!r} and " in out
+    expected = [session.tokenizer.decode([request.output[8]]) for request in (plain, wrong)]
+    assert "{!r} and {!r} are".format(*map(printable, expected)) in out
+
+
+def test_an_output_that_ends_early_is_no_tie(capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session(DEMO_MODEL)
+    plain, short = (Request([1, 2], max_new_tokens=4) for _ in range(2))
+    plain.tokens += [3, 4]
+    short.tokens += [3]
+    assert not demo.print_identity(session, session.decoder(64), plain, short, Console(width=300))
+    assert "one output ends there" in capsys.readouterr().out
+
+
+def test_a_tie_is_judged_by_the_pair_that_parts() -> None:
+    decoded = torch.tensor([5.0, 4.9, 0.0])
+    # Each logit moves by 0.06 alone, the two of them 0.12 towards each other: the order changes.
+    towards = torch.tensor([4.94, 4.96, 0.0])
+    gap, change = demo.gap_and_change(decoded, [decoded, towards], 0, 1)
+    assert (gap, change) == pytest.approx((0.1, 0.12), abs=1e-6)
+    # A third token's logit may move as far as it likes, and both of them together.
+    elsewhere = torch.tensor([5.5, 5.4, 9.0])
+    gap, change = demo.gap_and_change(decoded, [elsewhere], 0, 1)
+    assert (gap, change) == pytest.approx((0.1, 0.0), abs=1e-6)
+    assert demo.gap_and_change(decoded, [towards], 1, 0) == demo.gap_and_change(decoded, [towards], 0, 1)
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
