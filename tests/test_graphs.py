@@ -10,11 +10,13 @@ import torch
 from test_loop import POLICY_SAMPLE, PROMPTS, SMALL, check_first_two_tokens, decoder_of, prompts
 from tiny_model import TinyModel
 
+from vegas_ops.models import Qwen3Config, Qwen3Model
 from vegas_ops.speculative import (
     POLICIES,
     VEGAS,
     VEGAS_LOOKAHEAD,
     Full,
+    PagedKVCache,
     Request,
     SamplingParams,
     SpeculativeDecoder,
@@ -286,3 +288,29 @@ def test_statistics_of_profiled_graphs(cuda):
     for request in requests:
         s = request.statistics
         assert min(s.draft_seconds, s.verify_seconds, s.select_seconds) > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda p: p.name)
+def test_batch_invariant_output_is_plain_decodings(cuda, policy):
+    """To the bit, also where another kernel than plain decoding's writes what the policy ranks by."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("only Hopper's kernel divides keys alike for any number of rows")
+    config = Qwen3Config(
+        vocab_size=300, hidden_size=256, intermediate_size=384, num_layers=2, num_heads_q=4, num_heads_kv=2,
+        head_dim=64, max_position=4096,
+    )  # fmt: skip
+    model = Qwen3Model.random(config, dtype=torch.bfloat16, device="cuda", batch_invariant=True)
+    assert model.batch_invariant
+    outputs = []
+    for gamma in (0, 5):
+        cache = PagedKVCache(
+            num_layers=2, num_pages=200, page_size=64, num_heads_kv=2, head_dim=64, dtype=torch.bfloat16,
+            device="cuda",
+        )  # fmt: skip
+        decoder = SpeculativeDecoder(model, cache, batch_invariant=True)
+        batch = [
+            Request(text, gamma=gamma, policy=policy, ratio=0.2, min_tokens=16, max_new_tokens=n)
+            for text, n in zip(prompts(90, 700, 1500, seed=1), (200, 60, 120), strict=True)
+        ]
+        outputs.append(decoder.generate(batch))
+    assert outputs[0] == outputs[1]

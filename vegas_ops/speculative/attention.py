@@ -281,9 +281,25 @@ class Group:
 
     def verify(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Full attention of every request's rows."""
-        v, cache = self.verified, self.cache
+        v = self.verified
         assert v is not None
         i = self.place.get(layer)
+        dump, lse = self._dump(v, i), None if i is None else v.lse[i]
+        if self._dumps_apart(dump["dump"], layer):
+            self._attend(layer, q, torch.empty_like(out), lse, dump)
+            dump, lse = {"dump": "none"}, None
+        self._attend(layer, q, out, lse, dump)
+
+    def _dumps_apart(self, dump: ops.Dump, layer: int) -> bool:
+        """Whether a dump takes a pass of its own: where the same bits are asked for, the output comes from
+        the kernel that plain decoding runs, and on a GPU another one may write these dumps."""
+        if not self.round.batch_invariant or self.cache.device.type == "cpu":
+            return False
+        return dump in ("rows", "all") or (dump != "none" and self.layers[layer].softcap > 0)
+
+    def _attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None, dump: dict[str, Any]) -> None:
+        v, cache = self.verified, self.cache
+        assert v is not None
         ops.flash_attn_with_logit_dump(
             q[self.span],
             cache.k[layer],
@@ -298,12 +314,12 @@ class Group:
             v_descale=cache.v_descale,
             batch_invariant=self.round.batch_invariant,
             out=out[self.span],
-            lse=None if i is None else v.lse[i],
+            lse=lse,
             workspace=_workspace(
                 self.model, cache, "flash_attn_with_logit_dump", self.size, self.max_rows, v.width
             ),
             **self.layers[layer].options,
-            **self._dump(v, i),
+            **dump,
         )
 
     def _dump(self, v: Verified, i: int | None) -> dict[str, Any]:
