@@ -9,6 +9,7 @@ import torch
 
 from vegas_ops.models import Qwen3Config, Qwen3Model, fused
 from vegas_ops.models.linear import Linear
+from vegas_ops.speculative.model import KVTarget
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -88,6 +89,42 @@ def test_rotate(q_heads, kv_heads, dim):
     assert (k[others] == 7).all() and (v[others] == 7).all()
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 16, 40])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "n_in"), [(4, 2, 64, 512), (3, 1, 16, 384)])
+def test_rotated_heads(rows, q_heads, kv_heads, dim, n_in, fixed):
+    """One kernel in place of two, up to the rounding between them; the same bits for any number of rows."""
+    assert fused.joins(n_in, dim) and not fused.joins(4096, 128)
+    heads, qk = q_heads + 2 * kv_heads, q_heads + kv_heads
+    x = rand(rows, n_in).to(DEVICE, DTYPE)
+    weight = (rand(heads * dim, n_in, seed=1) * n_in**-0.5).to(DEVICE, DTYPE)
+    norm = (1 + 0.1 * rand(n_in, seed=2)).to(DEVICE, DTYPE)
+    head_norm = (1 + 0.1 * rand(qk, dim, seed=3)).to(DEVICE)
+    rope = torch.polar(torch.ones(90, dim // 2), rand(90, dim // 2, seed=4)).to(DEVICE)
+    positions = torch.arange(rows, device=DEVICE) * 2
+    k, v = (torch.full((50, kv_heads, dim), 7.0, dtype=DTYPE, device=DEVICE) for _ in range(2))
+    slots = torch.randperm(50, generator=torch.Generator().manual_seed(5))[:rows].to(DEVICE)
+    expected = fused.linear(x, weight, norm=norm, eps=EPS, fixed=fixed).view(rows, heads, dim)
+    value = expected[:, qk:].clone()
+    fused.rotate(expected, head_norm, rope, positions, EPS)
+
+    def run(n: int) -> torch.Tensor:
+        target = KVTarget(k, v, slots[:n])
+        return fused.rotated_heads(
+            x[:n], weight, norm, head_norm, rope, positions[:n], EPS, target, fixed=fixed
+        )
+
+    q = run(rows)
+    near = {"rtol": 0.01, "atol": 0.01}
+    torch.testing.assert_close(q, expected[:, :q_heads], **near)
+    torch.testing.assert_close(k[slots], expected[:, q_heads:qk], **near)
+    torch.testing.assert_close(v[slots], value, **near)
+    others = torch.ones(50, dtype=torch.bool, device=DEVICE).index_fill_(0, slots, False)
+    assert (k[others] == 7).all() and (v[others] == 7).all()
+    if fixed:
+        assert torch.equal(run(min(rows, 7)), q[:7])
+
+
 CONFIG = Qwen3Config(
     vocab_size=300, hidden_size=256, intermediate_size=384, num_layers=2, num_heads_q=4, num_heads_kv=2,
     head_dim=64, max_position=256,
@@ -124,6 +161,17 @@ def test_layers_that_do_not_fit_go_through_torch():
     wide = rand(40, 128).to("cuda", torch.bfloat16)
     bias, x = rand(40, seed=2).to("cuda", torch.bfloat16), rand(3, 128, seed=1).to("cuda", torch.bfloat16)
     torch.testing.assert_close(Linear(wide, bias)(x), torch.nn.functional.linear(x, wide, bias))
+
+
+@pytest.mark.parametrize("features", [50, 2100])
+def test_gate(monkeypatch, features):
+    x = rand(5, 2 * features).to(DEVICE, DTYPE)
+    first, second = x.double().chunk(2, 1)
+    expected = torch.nn.functional.silu(first) * second
+    by_torch = fused.gate(x)
+    monkeypatch.setattr(fused, "available", lambda x: True)
+    for got in (by_torch, fused.gate(x)):
+        torch.testing.assert_close(got.double(), expected, rtol=3e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("features", [128, 384, 2560])

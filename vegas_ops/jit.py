@@ -5,6 +5,7 @@ from __future__ import annotations
 # mypy: disable-error-code="no-untyped-def"
 import logging
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -13,6 +14,10 @@ try:
     import triton.language as tl
 except ImportError:  # a torch without a GPU
     triton = None
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a Triton without programmatic dependent launch
+    gdc_launch_dependents = gdc_wait = None
 
 
 def works(device: torch.device) -> bool:
@@ -20,6 +25,22 @@ def works(device: torch.device) -> bool:
     if triton is None or device.type != "cuda":
         return False
     return _works(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Of a kernel with a constant `DEPENDENT`: from sm_90 on its launch may begin while the one before it
+    ends (programmatic dependent launch). Such a kernel waits (`gdc_wait`) before it touches what another
+    may have written or may still read, and every launch of it waits, so that the next one's wait is for
+    all that came before."""
+    if device.type != "cuda" or gdc_wait is None:
+        return {"DEPENDENT": False}
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return {"DEPENDENT": True, "launch_pdl": True} if _from_sm90(index) else {"DEPENDENT": False}
+
+
+@cache
+def _from_sm90(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 @cache

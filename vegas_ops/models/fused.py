@@ -8,16 +8,17 @@ compiles them when they are first called; where it cannot run, `Linear` and torc
 All rows are computed alike whatever their number: a row's bits depend on the tile shape alone.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, var-annotated, assignment"
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vegas_ops import jit
+from vegas_ops.jit import gdc_launch_dependents, gdc_wait
 
 try:
     import triton
@@ -37,7 +38,7 @@ def available(x: Tensor) -> bool:
 def serves(rows: int | None, in_features: int) -> bool:
     """Whether so many rows are better off here than in a library's matrix product; None: whether any
     number of rows can be computed."""
-    return in_features % BLOCK_IN == 0 and (rows or 0) <= (64 if in_features > _WIDE else 512)
+    return in_features % BLOCK_IN == 0 and (rows or 0) <= (64 if in_features > _WIDE else 128)
 
 
 def rotates(head_dim: int) -> bool:
@@ -48,57 +49,185 @@ def rotates(head_dim: int) -> bool:
 if triton is not None:
 
     @triton.jit
-    def _linear_kernel(
-        x, weight, norm, residual, out, rows, n_out, x_stride, eps,
+    def _finish(
+        sums, gated, squares, residual, out, m, n, rows, n_out, eps,
         N_IN: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
-        m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
-        row, column = m < rows, n < n_out
-        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        gated = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        x_tile = x + m[:, None] * x_stride + k[None, :]
-        w_tile = weight + n[None, :] * N_IN + k[:, None]
-        for start in range(0, N_IN, BLOCK_K):
-            a = tl.load(x_tile + start, mask=row[:, None], other=0.0)
-            w = tl.load(w_tile + start, mask=column[None, :], other=0.0)
-            if NORM:
-                # The norm's factor of the whole row is known at the end, and is linear.
-                wide = a.to(tl.float32)
-                squares += wide * wide
-                a = (wide * tl.load(norm + start + k).to(tl.float32)[None, :]).to(a.dtype)
-            sums = tl.dot(a, w, sums)
-            if GATED:
-                up = tl.load(w_tile + n_out * N_IN + start, mask=column[None, :], other=0.0)
-                gated = tl.dot(a, up, gated)
         if NORM:
             factor = tl.rsqrt(tl.sum(squares, 1) / N_IN + eps)[:, None]
             sums *= factor
             gated *= factor
         if GATED:
             sums = sums * tl.sigmoid(sums) * gated
-        place, inside = m[:, None] * n_out + n[None, :], row[:, None] & column[None, :]
+        place, inside = m[:, None] * n_out + n[None, :], (m < rows)[:, None] & (n < n_out)[None, :]
         if RESIDUAL:
             sums += tl.load(residual + place, mask=inside).to(tl.float32)
         tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
 
+    @triton.jit(do_not_specialize=["rows"])
+    def _linear_kernel(
+        x, weight, norm, residual, out, rows, n_out, x_stride, eps,
+        N_IN: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr,
+        AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    ):  # fmt: skip
+        """HELD: all weights of a tile are loaded at once, before the launch before this one has ended;
+        otherwise step by step, the first AHEAD features into the L2 cache before that."""
+        m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        row, column = (m < rows)[:, None], (n < n_out)[None, :]
+        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        gated = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        x_tile = x + m[:, None] * x_stride + k[None, :]
+        w_tile = weight + n[None, :] * N_IN + k[:, None]
+        if HELD:
+            if DEPENDENT:
+                gdc_launch_dependents()
+            held, held_up, held_norm = (), (), ()
+            for step in tl.static_range(N_IN // BLOCK_K):
+                held += (tl.load(w_tile + step * BLOCK_K, mask=column, other=0.0),)
+                if GATED:
+                    held_up += (tl.load(w_tile + n_out * N_IN + step * BLOCK_K, mask=column, other=0.0),)
+                if NORM:
+                    held_norm += (tl.load(norm + step * BLOCK_K + k).to(tl.float32)[None, :],)
+            if DEPENDENT:
+                gdc_wait()
+            rows_of_x = ()
+            for step in tl.static_range(N_IN // BLOCK_K):
+                rows_of_x += (tl.load(x_tile + step * BLOCK_K, mask=row, other=0.0),)
+            for step in tl.static_range(N_IN // BLOCK_K):
+                a = rows_of_x[step]
+                if NORM:
+                    wide = a.to(tl.float32)
+                    squares += wide * wide
+                    a = (wide * held_norm[step]).to(a.dtype)
+                sums = tl.dot(a, held[step], sums)
+                if GATED:
+                    gated = tl.dot(a, held_up[step], gated)
+        else:
+            if DEPENDENT:
+                if AHEAD:
+                    line = tl.arange(0, AHEAD // 64)
+                    ahead = weight + tl.minimum(n, n_out - 1)[:, None] * N_IN + line[None, :] * 64
+                    _prefetch(ahead)
+                    if GATED:
+                        _prefetch(ahead + n_out * N_IN)
+                gdc_wait()
+            for start in range(0, N_IN, BLOCK_K):
+                a = tl.load(x_tile + start, mask=row, other=0.0)
+                w = tl.load(w_tile + start, mask=column, other=0.0)
+                if NORM:
+                    # The norm's factor of the whole row is known at the end, and is linear.
+                    wide = a.to(tl.float32)
+                    squares += wide * wide
+                    a = (wide * tl.load(norm + start + k).to(tl.float32)[None, :]).to(a.dtype)
+                sums = tl.dot(a, w, sums)
+                if GATED:
+                    up = tl.load(w_tile + n_out * N_IN + start, mask=column, other=0.0)
+                    gated = tl.dot(a, up, gated)
+            if DEPENDENT:
+                # Not before: the next launch's blocks would crowd on the multiprocessors that are free first.
+                gdc_launch_dependents()
+        _finish(sums, gated, squares, residual, out, m, n, rows, n_out, eps, N_IN, NORM, GATED, RESIDUAL)
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _qkv_kernel(
+        x, weight, norm, head_norm, rope, positions, slots, out, k_cache, v_cache, rows, x_stride, eps,
+        N_IN: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    ):  # fmt: skip
+        """One head of some rows: RMSNorm, the matrix product, QK-norm and RoPE; K and V into the cache."""
+        head, pair = tl.program_id(0), tl.arange(0, DIM // 2)
+        m, n = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, DIM)
+        k = tl.arange(0, BLOCK_K)
+        row = m < rows
+        if DEPENDENT:
+            gdc_launch_dependents()
+        held, held_norm = (), ()
+        for step in tl.static_range(N_IN // BLOCK_K):
+            held += (tl.load(weight + (head * DIM + n[None, :]) * N_IN + step * BLOCK_K + k[:, None]),)
+            held_norm += (tl.load(norm + step * BLOCK_K + k).to(tl.float32)[None, :],)
+        rotated = head < Q_HEADS + KV_HEADS
+        weights = tl.load(head_norm + head * DIM + n, mask=(n < DIM) & rotated, other=1.0)
+        if DEPENDENT:
+            gdc_wait()
+        rows_of_x = ()
+        for step in tl.static_range(N_IN // BLOCK_K):
+            place = x + m[:, None] * x_stride + step * BLOCK_K + k[None, :]
+            rows_of_x += (tl.load(place, mask=row[:, None], other=0.0),)
+        position = tl.load(positions + m, mask=row, other=0)
+        slot = tl.load(slots + m, mask=row, other=0)
+        angle = rope + position[:, None] * DIM + 2 * pair[None, :]
+        cosine, sine = tl.load(angle), tl.load(angle + 1)
+        sums = tl.zeros((BLOCK_M, DIM), tl.float32)
+        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        for step in tl.static_range(N_IN // BLOCK_K):
+            wide = rows_of_x[step].to(tl.float32)
+            squares += wide * wide
+            sums = tl.dot((wide * held_norm[step]).to(rows_of_x[step].dtype), held[step], sums)
+        sums *= tl.rsqrt(tl.sum(squares, 1) / N_IN + eps)[:, None]
+        factor = tl.where(rotated, tl.rsqrt(tl.sum(sums * sums, 1) / DIM + eps), 1.0)
+        even, odd = tl.split((sums * factor[:, None] * weights[None, :]).reshape(BLOCK_M, DIM // 2, 2))
+        cosine, sine = tl.where(rotated, cosine, 1.0), tl.where(rotated, sine, 0.0)
+        turned = tl.interleave(even * cosine - odd * sine, even * sine + odd * cosine)
+        turned = turned.to(out.dtype.element_ty)
+        place = m[:, None] * (Q_HEADS * DIM) + head * DIM + n[None, :]
+        tl.store(out + place, turned, mask=(row & (head < Q_HEADS))[:, None])
+        kept = slot[:, None] * (KV_HEADS * DIM) + n[None, :]
+        is_key = (head >= Q_HEADS) & rotated
+        tl.store(k_cache + kept + (head - Q_HEADS) * DIM, turned, mask=(row & is_key)[:, None])
+        value = kept + (head - Q_HEADS - KV_HEADS) * DIM
+        tl.store(v_cache + value, turned, mask=(row & (head >= Q_HEADS + KV_HEADS))[:, None])
+
     @triton.jit
-    def _norm_kernel(x, norm, out, x_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr):
+    def _prefetch(pointers):
+        """The cache lines at these addresses, on their way to the L2 cache."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+    @triton.jit
+    def _norm_kernel(
+        x, norm, out, x_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    ):  # fmt: skip
         row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
         inside = i < N
+        if DEPENDENT:
+            gdc_launch_dependents()
+        weight = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
+        if DEPENDENT:
+            gdc_wait()
         wide = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(wide * wide, 0) / N + eps)
-        weight = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + row * N + i, (wide * factor * weight).to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _gate_kernel(x, out, N: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+        row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
+        gate = tl.load(x + row * 2 * N + i, mask=i < N, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * N + N + i, mask=i < N, other=0.0).to(tl.float32)
+        tl.store(out + row * N + i, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=i < N)
+
+    @triton.jit
+    def _embed_kernel(token_ids, weight, out, N: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+        row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
+        token = tl.load(token_ids + row).to(tl.int64)
+        tl.store(out + row * N + i, tl.load(weight + token * N + i, mask=i < N), mask=i < N)
 
     @triton.jit
     def _rotate_kernel(
         qkv, norm, rope, positions, slots, k_cache, v_cache, eps,
         Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-        APPEND: tl.constexpr,
+        APPEND: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
         """One row: QK-norm and RoPE of its heads, in place; K and V into the cache."""
         row = tl.program_id(0).to(tl.int64)
@@ -106,9 +235,13 @@ if triton is not None:
         rotated, known = head < Q_HEADS + KV_HEADS, head < Q_HEADS + 2 * KV_HEADS
         place = head[:, None] * DIM + tl.arange(0, DIM)[None, :]
         base = qkv + row * ((Q_HEADS + 2 * KV_HEADS) * DIM)
+        if DEPENDENT:
+            gdc_launch_dependents()
+        weights = tl.load(norm + place, mask=rotated[:, None], other=0.0)
+        if DEPENDENT:
+            gdc_wait()
         loaded = tl.load(base + place, mask=known[:, None], other=0.0)
         even, odd = tl.split(loaded.to(tl.float32).reshape(BLOCK, DIM // 2, 2))
-        weights = tl.load(norm + place, mask=rotated[:, None], other=0.0)
         even_weight, odd_weight = tl.split(weights.reshape(BLOCK, DIM // 2, 2))
         factor = tl.rsqrt(tl.sum(even * even + odd * odd, 1) / DIM + eps)[:, None]
         even, odd = even * factor * even_weight, odd * factor * odd_weight
@@ -125,19 +258,52 @@ if triton is not None:
         tl.store(base + place, turned, mask=here[:, None])
 
 
-def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> tuple[int, int, int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K, warps, stages; measured on an H200. Of small weights, which lie in the
-    L2 cache, few long steps and many small tiles; of large ones, as many bytes in flight as fit."""
+class _Tiles(NamedTuple):
+    """held: a tile's weights are loaded at once; else ahead: features of them that go into the L2 cache
+    before the launch before has ended."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    held: bool = False
+    ahead: int = 0
+
+
+def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
+    """Measured on an H200. Of small weights, which lie in the L2 cache, small tiles that are held whole; of
+    large ones, as many bytes in flight as fit."""
     if n_in <= _WIDE:
+        k = next(k for k in (256, BLOCK_IN) if n_in % k == 0)
         if rows > 16:
-            return 32, 32, 256 if n_in % 256 == 0 else BLOCK_IN, 4, 3
-        if n_out > 4096:
-            return 16, 64, BLOCK_IN, 4, 4
-        return 16, 16, next(k for k in (512, 256, BLOCK_IN) if n_in % k == 0), 4, 3
+            if n_out > 4096:
+                return _Tiles(64, 64, BLOCK_IN, 4, 4)
+            return _Tiles(32, 32, k, 4, 3, held=True) if n_in <= 512 else _Tiles(64, 32, k, 4, 3)
+        if n_in > 1280:
+            return _Tiles(16, 32, k, 4, 3)
+        k = 512 if n_in % 512 == 0 else k
+        return _Tiles(16, 64 if n_out > 4096 else 32, k, 4, 3, held=True)
     block_m = min(max(triton.next_power_of_2(rows), 16), 64)
     if block_m > 32:
-        return block_m, 64, BLOCK_IN, 4, 4
-    return (block_m, 64, BLOCK_IN, 4, 4) if n_out * (1 + gated) > 8192 else (block_m, 32, BLOCK_IN, 4, 6)
+        return _Tiles(block_m, 64, BLOCK_IN, 4, 4)
+    if n_out * (1 + gated) > 8192:
+        return _Tiles(block_m, 64, BLOCK_IN, 4, 4)
+    return _Tiles(block_m, 32, BLOCK_IN, 4, 6)
+
+
+def embed(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows `token_ids`, (rows,) contiguous integers, of weight (vocab_size, features)."""
+    if not available(weight) or not token_ids.is_contiguous():
+        return weight[token_ids]
+    rows, n = token_ids.shape[0], weight.shape[1]
+    out = weight.new_empty((rows, n))
+    if rows:
+        _embed_kernel[(rows,)](
+            token_ids, weight, out, N=n, BLOCK=triton.next_power_of_2(n), num_warps=4,
+            **jit.launch_options(weight.device),
+        )  # fmt: skip
+    return out
 
 
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -153,8 +319,22 @@ def _rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     if rows:
         _norm_kernel[(rows,)](
             x, norm, out, x.stride(0), eps, N=n, BLOCK=triton.next_power_of_2(n),
-            num_warps=4 if n <= _WIDE else 8,
+            num_warps=4 if n <= _WIDE else 8, **jit.launch_options(x.device),
         )  # fmt: skip
+    return out
+
+
+def gate(x: Tensor) -> Tensor:
+    """SiLU of the first half of x's features, (rows, 2 features) contiguous, times the second half."""
+    if not available(x):
+        first, second = x.chunk(2, 1)
+        return torch.nn.functional.silu(first).mul_(second)
+    rows, n = x.shape[0], x.shape[1] // 2
+    out = x.new_empty((rows, n))
+    if rows:
+        _gate_kernel[(rows, triton.cdiv(n, 2048))](
+            x, out, N=n, BLOCK=min(triton.next_power_of_2(n), 2048), **jit.launch_options(x.device)
+        )
     return out
 
 
@@ -180,13 +360,42 @@ def linear(
         x, norm = _rms_norm(x, norm, eps), None  # in a long loop it would hold up the weights
     (rows, n_in), n_out = x.shape, weight.shape[0] // (2 if gated else 1)
     out = x.new_empty((rows, n_out), dtype=dtype) if residual is None else residual
-    block_m, block_n, block_k, warps, stages = _tiles(64 if fixed else rows, n_in, n_out, gated)
-    grid = (triton.cdiv(n_out, block_n), triton.cdiv(rows, block_m))
+    tiles = _tiles(64 if fixed else rows, n_in, n_out, gated)
+    grid = (triton.cdiv(n_out, tiles.n), triton.cdiv(rows, tiles.m))
     if rows:
         _linear_kernel[grid](
             x, weight, norm, residual, out, rows, n_out, x.stride(0), eps,
             N_IN=n_in, NORM=norm is not None, GATED=gated, RESIDUAL=residual is not None,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, HELD=tiles.held, AHEAD=tiles.ahead,
+            num_warps=tiles.warps, num_stages=tiles.stages, **jit.launch_options(x.device),
+        )  # fmt: skip
+    return out
+
+
+def joins(in_features: int, head_dim: int) -> bool:
+    """Whether `rotated_heads` serves: a head's weights fit into a thread block's memory."""
+    return in_features % BLOCK_IN == 0 and in_features * head_dim <= 1 << 15 and head_dim >= 16
+
+
+def rotated_heads(
+    x: Tensor, weight: Tensor, norm: Tensor, head_norm: Tensor, rope: Tensor, positions: Tensor, eps: float,
+    target: Any, fixed: bool = False,
+) -> Tensor:  # fmt: skip
+    """`linear` over a norm and `rotate` in one kernel: queries (rows, num_heads_q, head_dim); K and V go to
+    the cache. Arguments as of the two; where `joins` and `rotates`."""
+    (rows, n_in), dim = x.shape, head_norm.shape[1]
+    heads = weight.shape[0] // dim
+    kv_heads = heads - head_norm.shape[0]
+    q_heads = heads - 2 * kv_heads
+    out = x.new_empty((rows, q_heads, dim))
+    block_m = 32 if fixed or rows > 16 else 16
+    if rows:
+        _qkv_kernel[(heads, triton.cdiv(rows, block_m))](
+            x, weight, norm, head_norm, torch.view_as_real(rope), positions, target.slots, out, target.k,
+            target.v, rows, x.stride(0), eps,
+            N_IN=n_in, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_M=block_m,
+            BLOCK_K=next(k for k in (512, 256, BLOCK_IN) if n_in % k == 0), num_warps=8,
+            **jit.launch_options(x.device),
         )  # fmt: skip
     return out
 
@@ -208,5 +417,5 @@ def rotate(
         _rotate_kernel[(rows,)](
             qkv, norm, torch.view_as_real(rope), positions, slots, k, v, eps,
             Q_HEADS=heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim,
-            BLOCK=triton.next_power_of_2(heads), APPEND=target is not None,
+            BLOCK=triton.next_power_of_2(heads), APPEND=target is not None, **jit.launch_options(qkv.device),
         )  # fmt: skip

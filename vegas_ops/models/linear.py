@@ -7,6 +7,8 @@ reduction order for one row than for seven.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -97,10 +99,21 @@ class Linear:
         if self._weight is not None and self._fused(x):
             return fused.linear(x, self._weight, norm=norm, eps=eps, gated=gated, fixed=self.fixed_rows)
         out = self(fused.rms_norm(x, norm, eps))
-        if not gated:
-            return out
-        gate, up = out.chunk(2, 1)
-        return F.silu(gate).mul_(up)
+        return fused.gate(out) if gated else out
+
+    def rotated(
+        self, x: torch.Tensor, norm: torch.Tensor, eps: float, head_norm: torch.Tensor, rope: torch.Tensor,
+        positions: torch.Tensor, target: Any,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Of a layer that gives queries, keys and values: the queries of RMSNorm(x), after QK-norm and RoPE,
+        with K and V in the cache (`fused.rotated_heads`); None where one kernel does not do all that."""
+        if self._weight is None or target is None or not fused.joins(self.in_features, head_norm.shape[1]):
+            return None
+        if not self._fused(x):
+            return None
+        return fused.rotated_heads(
+            x, self._weight, norm, head_norm, rope, positions, eps, target, self.fixed_rows
+        )
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output in fp32, where the machine allows it without a rounding in between."""

@@ -194,23 +194,26 @@ class Qwen3Model:
         q_heads, head_dim = config.num_heads_q, config.head_dim
         qk_heads = q_heads + config.num_heads_kv
         heads_shape = (rows, qk_heads + config.num_heads_kv, head_dim)
-        x = self._embedding[token_ids]
+        x = fused.embed(token_ids, self._embedding)
         # Where one kernel does all between the matrix product and attention, the write to the cache too.
         whole = fused.available(x) and fused.rotates(head_dim)
         target = getattr(attend, "target", None) if whole else None
         rope = None if whole else self._rope[positions].unsqueeze(1)
         # Few views: on small models the cost of a decoding step is calls.
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv.of_norm(x, layer.input_norm, eps).view(heads_shape)
-            k: torch.Tensor | None
-            v: torch.Tensor | None
-            if rope is None:
-                place = None if target is None else target(index)
+            place = None if target is None else target(index)
+            k: torch.Tensor | None = None
+            v: torch.Tensor | None = None
+            q = layer.qkv.rotated(x, layer.input_norm, eps, layer.qk_norm, self._rope, positions, place)
+            if q is None:
+                qkv = layer.qkv.of_norm(x, layer.input_norm, eps).view(heads_shape)
+            if q is None and rope is None:
                 fused.rotate(qkv, layer.qk_norm, self._rope, positions, eps, place)
                 q, k, v = qkv.tensor_split((q_heads, qk_heads), 1)
                 if place is not None:
                     k = v = None
-            else:
+            elif q is None:
+                assert rope is not None
                 qk, v = qkv.tensor_split((qk_heads,), 1)
                 qk = torch.rms_norm(qk, (head_dim,), None, eps) * layer.qk_norm
                 pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rope
