@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ def phases(decoder: SpeculativeDecoder, batch: int, gamma: int) -> dict[str, flo
     rounds = [r for r in decoder._rounds.values() if r.shape.steps == gamma and r.shape.batch >= batch]
     found: dict[str, float] = {}
     for (phase, modes), graph in rounds[-1]._graphs.items() if rounds else ():
-        # `advance` would move the requests on; a first selection's graph is not the loop's.
-        if phase == "advance" or any(mode.first for mode in modes):
+        # Two phases would move the requests on; a first selection's graph is not the loop's.
+        if phase in ("advance", "cycle") or any(mode.first for mode in modes):
             continue
         times = []
         for _ in range(_REPLAYS):
@@ -47,37 +47,41 @@ def iteration(
     """Launches of one iteration by kernel (count, microseconds in all), the phases' replays, and the
     host's time: that of a step but for its wait for the device."""
     waits: list[float] = []
-    read = Round.read
-
-    def timed(self: Round) -> list[tuple[int, list[int]]]:
-        start = time.perf_counter()
-        result = read(self)
-        waits.append(time.perf_counter() - start)
-        return result
-
-    room = (4 + 2 * steps) * (options.get("gamma", 0) + 1) + 8
-    room = min(room, decoder.max_position - max(len(prompt.prompt) for prompt in held))
+    # Four steps before it counts, then timed ones, then profiled ones; all requests should live that long.
+    most = (options.get("gamma", 0) + 1) * decoder.read_every  # tokens of a step
+    room = decoder.max_position - max(len(prompt.prompt) for prompt in held)
+    steps = max(min(steps, (room // most - 4) // 2), 1)
+    room = min((4 + 2 * steps) * most + 8, room)
     requests = [
         decoder.add(Request(p.prompt, max_new_tokens=room, share_prefix_with=p, **options)) for p in held
     ]
+
+    def done() -> int:
+        return max(request.statistics.iterations for request in requests)
+
     for _ in range(4):
         decoder.step()
-    Round.read = timed  # type: ignore[method-assign]
+    reads = {name: getattr(Round, name) for name in ("read", "read_log")}
+    for name, read in reads.items():
+        setattr(Round, name, _timed(read, waits))
     try:
         torch.cuda.synchronize()
-        start = time.perf_counter()
+        before, start = done(), time.perf_counter()
         for _ in range(steps):
             decoder.step()
-        whole = time.perf_counter() - start
+        whole, iterations = time.perf_counter() - start, max(done() - before, 1)
         torch.cuda.synchronize()
     finally:
-        Round.read = read  # type: ignore[method-assign]
+        for name, read in reads.items():
+            setattr(Round, name, read)
     replayed = phases(decoder, len(held), options.get("gamma", 0))
     activities = [torch.profiler.ProfilerActivity.CUDA]
+    before = done()
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(steps):
             decoder.step()
         torch.cuda.synchronize()
+    profiled = max(done() - before, 1)
     for request in requests:
         decoder.abort(request)
     counts: Counter[str] = Counter()
@@ -87,12 +91,24 @@ def iteration(
             counts[short(event.name)] += 1
             micros[short(event.name)] += event.time_range.elapsed_us()
     return {
-        "launches": round(sum(counts.values()) / steps, 1),
+        "launches": round(sum(counts.values()) / profiled, 1),
         "kernels": {
-            name: [round(counts[name] / steps, 2), round(total / steps, 1)]
+            name: [round(counts[name] / profiled, 2), round(total / profiled, 1)]
             for name, total in micros.most_common()
         },
         "phases_us": replayed,
-        "host_us": round(1e6 * (whole - sum(waits)) / steps, 1),
-        "wait_us": round(1e6 * sum(waits) / steps, 1),
+        "host_us": round(1e6 * (whole - sum(waits)) / iterations, 1),
+        "wait_us": round(1e6 * sum(waits) / iterations, 1),
     }
+
+
+def _timed(read: Callable[..., Any], waits: list[float]) -> Callable[..., Any]:
+    """`read`, which notes how long it took."""
+
+    def timed(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = read(*arguments)
+        waits.append(time.perf_counter() - start)
+        return result
+
+    return timed

@@ -38,6 +38,7 @@ from rich.table import Table
 from vegas_ops.demo import print_identity, standard_library_text
 from vegas_ops.session import DEMO_MODEL, DTYPES, PAGE_SIZE, Session, read_text
 from vegas_ops.speculative import POLICIES, Request, SamplingParams, SpeculativeDecoder
+from vegas_ops.speculative.model import layer_attention
 from vegas_ops.speculative.tuning import GAMMAS, RATIOS, REPEATS, Decoded, decode_together, now, tune
 
 _BLOCKS = 8  # of iterations, for the interval of a throughput
@@ -67,7 +68,7 @@ def measure(decoded: Decoded) -> dict[str, Any]:
         "us": round(1e6 / decoded.tokens_per_second, 2),
         "tokens_per_second": round(decoded.tokens_per_second, 1),
         "tokens_per_second_interval": interval(rates),
-        "iteration_us": round(1e6 * decoded.seconds / len(decoded.steps), 1),
+        "iteration_us": round(1e6 * decoded.seconds / decoded.iterations, 1),
         "tokens_per_verification": round(tokens / iterations, 3),
         "tokens_per_verification_interval": interval([x.tokens_per_iteration for x in s]),
         "drafted": sum(x.drafted for x in s),
@@ -80,20 +81,21 @@ def measure(decoded: Decoded) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bound:
-    """What an iteration has to read, at the ceiling. weights, keys: bytes of a forward's matrices and of
-    the batch's cached tokens."""
+    """What an iteration has to read, at the ceiling. weights, keys, windows: bytes of a forward's matrices,
+    of the batch's cached tokens in layers that see all of them, and in those with a window."""
 
     weights: int
     keys: float
+    windows: float
     gbs: float
 
     @property
     def plain_us(self) -> float:
-        return (self.weights + self.keys) / self.gbs / 1e3
+        return (self.weights + self.keys + self.windows) / self.gbs / 1e3
 
     def draft_us(self, share: float) -> float:
         """One draft step that reads `share` of the cache."""
-        return (self.weights + share * self.keys) / self.gbs / 1e3
+        return (self.weights + share * self.keys + self.windows) / self.gbs / 1e3
 
     def speed_up(self, tokens: float, gamma: int, share: float) -> float:
         return tokens * self.plain_us / (self.plain_us + gamma * self.draft_us(share))
@@ -131,6 +133,17 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ratio", type=float, default=0.07, help="of the cache drafts read (default: %(default)s)"
     )
+    parser.add_argument(
+        "--read-every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="iterations that the host reads at a time (GPU)",
+    )
+    parser.add_argument(
+        "--draft-cost", type=float, metavar="X",
+        help="drafts by acceptance, up to --gamma: a draft step's time over a verification's",
+    )  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument(
@@ -162,6 +175,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--new-tokens", arguments.new_tokens, 2),
         ("--gamma", arguments.gamma, 1),
         ("--repeats", arguments.repeats, 1),
+        ("--read-every", arguments.read_every, 1),
     ):
         if value < least:
             parser.error(f"{name} must be at least {least}, got {value}")
@@ -220,8 +234,10 @@ def hold_prompts(
     session: Any, batch: int, arguments: argparse.Namespace, gamma: int, console: Console
 ) -> tuple[SpeculativeDecoder, list[Request]]:
     """A decoder with room for the batch, and its prompts in the cache."""
-    spare = batch * (arguments.new_tokens + 2 * gamma + 3 * PAGE_SIZE) + arguments.new_tokens + 4 * PAGE_SIZE
-    decoder = session.decoder(batch * (arguments.context + PAGE_SIZE) + spare)
+    unread = (arguments.read_every + 1) * (gamma + 1)
+    spare = batch * (arguments.new_tokens + unread + 3 * PAGE_SIZE) + arguments.new_tokens + 4 * PAGE_SIZE
+    decoder = session.decoder(batch * (arguments.context + PAGE_SIZE) + spare, arguments.read_every)
+    decoder.draft_cost = arguments.draft_cost
     start = now(decoder)
     if arguments.random_weights:
         held = [hold_random(decoder, arguments.context, seed) for seed in range(batch)]
@@ -253,7 +269,14 @@ def run_batch(
     most = max([arguments.gamma, *(arguments.gammas if arguments.tune else ())])
     decoder, held = hold_prompts(session, batch, arguments, most, console)
     keys = sum(len(prompt.prompt) + new_tokens / 2 for prompt in held)
-    bound = Bound(weight_bytes(model), keys * decoder.cache.bytes_per_token, ceiling)
+    layer_bytes = decoder.cache.bytes_per_token // model.num_layers
+    windows = [layer.window for layer in layer_attention(model) if layer.window is not None]
+    bound = Bound(
+        weight_bytes(model),
+        keys * layer_bytes * (model.num_layers - len(windows)),
+        sum(min(window * batch, keys) for window in windows) * layer_bytes,
+        ceiling,
+    )
     sampling = SamplingParams(arguments.temperature, top_p=arguments.top_p, seed=0)
     greedy = arguments.temperature == 0
     table = Table(
@@ -317,8 +340,12 @@ def run_batch(
             "temperature": arguments.temperature,
             "dtype": str(model.dtype).removeprefix("torch."),
             "batch_invariant": arguments.batch_invariant,
+            "read_every": arguments.read_every,
+            "draft_cost": arguments.draft_cost,
             "acceptance": "replayed" if isinstance(model, ReplayedModel) else "measured",
         }
+        if isinstance(model, ReplayedModel) and model.shape.experts:
+            case["layers"] = "attention and its projections, no experts"
         identity = {"identical": batch - len(different), "unexplained": faults} if greedy else {}
         tuned = {"trials": trials} if trials else {}
         results.write({"op": "loop", "case": case, **record, **identity, **tuned})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vegas_ops.models.qwen3 import parameter_shapes
 from vegas_ops.session import PAGE_SIZE
 from vegas_ops.speculative import PagedKVCache, Request, SpeculativeDecoder
 from vegas_ops.speculative.attention import VerifyContext
+from vegas_ops.speculative.model import LayerAttention
 
 PAPER_GAMMA = 6
 # Tokens per iteration at PAPER_GAMMA, Qwen3-8B: the paper's figures for its policies, by what they stand for.
@@ -83,18 +85,45 @@ def read_ceiling(device: torch.device) -> tuple[float, str]:
 # Random weights
 
 
-def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> Qwen3Config:
+@dataclass(frozen=True)
+class Shape:
+    """window: of every other layer, from the first on; sinks: an attention sink per head; experts: the MLP
+    is a mixture of experts and left out, so that a layer is attention with its projections alone."""
+
+    config: Qwen3Config
+    window: int | None = None
+    sinks: bool = False
+    experts: bool = False
+
+
+def _qwen3(
+    hidden: int, inner: int, layers: int, heads: int, tied: bool, kv: int = 8, dim: int = 128,
+    vocabulary: int = 151_936,
+) -> Qwen3Config:  # fmt: skip
     return Qwen3Config(
-        vocab_size=151_936, hidden_size=hidden, intermediate_size=inner, num_layers=layers, num_heads_q=heads,
-        num_heads_kv=8, head_dim=128, max_position=40_960, tie_word_embeddings=tied, dtype=torch.bfloat16,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_layers=layers,
+        num_heads_q=heads, num_heads_kv=kv, head_dim=dim, max_position=40_960, tie_word_embeddings=tied,
+        dtype=torch.bfloat16,
     )  # fmt: skip
 
 
 SHAPES = {
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
+    "qwen3-0.6b": Shape(_qwen3(1024, 3072, 28, 16, True)),
+    "qwen3-4b": Shape(_qwen3(2560, 9728, 36, 32, True)),
+    "qwen3-8b": Shape(_qwen3(4096, 12288, 36, 32, False)),
+    "qwen3-30b-a3b": Shape(_qwen3(2048, 128, 48, 32, False, 4), experts=True),
+    "gpt-oss-20b": Shape(_qwen3(2880, 128, 24, 64, False, 8, 64, 201_088), 128, True, True),
 }
+
+
+class _NoMLP:
+    """In the place of both of a layer's MLP matrices: the residual stays as it is."""
+
+    def of_norm(self, x: Tensor, norm: Tensor, eps: float, gated: bool = False) -> Tensor:
+        return x
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual
 
 
 class ReplayedModel(Qwen3Model):
@@ -105,6 +134,8 @@ class ReplayedModel(Qwen3Model):
     """
 
     threshold: Tensor  # of 65,536: drafts that are right
+    shape: Shape
+    layer_attention: list[LayerAttention]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
         self._fed, self._positions = token_ids, positions
@@ -131,7 +162,8 @@ class ReplayedModel(Qwen3Model):
 def random_model(name: str, context: int, device: torch.device) -> ReplayedModel:
     """Random weights of a known shape, with room for `context` tokens; the norms' weights are 1."""
     shape = SHAPES[name]
-    config = Qwen3Config(**{**shape.__dict__, "max_position": max(context, shape.max_position)})
+    known = shape.config
+    config = Qwen3Config(**{**known.__dict__, "max_position": max(context, known.max_position)})
     generator = torch.Generator(device).manual_seed(0)
     tensors = {}
     for key, size in parameter_shapes(config):
@@ -139,6 +171,14 @@ def random_model(name: str, context: int, device: torch.device) -> ReplayedModel
         tensors[key] = x if len(size) == 1 else x.normal_(std=size[1] ** -0.5, generator=generator)
     model = ReplayedModel(config, tensors, device)
     model.threshold = torch.zeros((), dtype=torch.int64, device=device)
+    model.shape = shape
+    if shape.experts:
+        nothing: Any = _NoMLP()
+        model._layers = [replace(layer, gate_up=nothing, down=nothing) for layer in model._layers]
+    sinks = torch.zeros(config.num_heads_q, device=device) if shape.sinks else None
+    model.layer_attention = [
+        LayerAttention(shape.window if i % 2 == 0 else None, sinks=sinks) for i in range(config.num_layers)
+    ]
     return model
 
 
@@ -170,19 +210,20 @@ class RandomSession:
     def __init__(self, name: str, context: int, device: torch.device) -> None:
         self.model = random_model(name, context, device)
 
-    def decoder(self, max_tokens: int) -> SpeculativeDecoder:
+    def decoder(self, max_tokens: int, read_every: int = 1) -> SpeculativeDecoder:
         model = self.model
         cache = PagedKVCache(
             num_layers=model.num_layers, num_pages=-(-max_tokens // PAGE_SIZE), page_size=PAGE_SIZE,
             num_heads_kv=model.num_heads_kv, head_dim=model.head_dim, dtype=model.dtype, device=model.device,
         )  # fmt: skip
-        return SpeculativeDecoder(model, cache)
+        return SpeculativeDecoder(model, cache, read_every=read_every)
 
 
 def weight_bytes(model: Qwen3Model) -> int:
     """Bytes of the matrices that every forward reads."""
     c = model.config
     heads = (c.num_heads_q + 2 * c.num_heads_kv) * c.head_dim
-    layer = c.hidden_size * (heads + c.num_heads_q * c.head_dim + 3 * c.intermediate_size)
+    inner = 0 if isinstance(model, ReplayedModel) and model.shape.experts else c.intermediate_size
+    layer = c.hidden_size * (heads + c.num_heads_q * c.head_dim + 3 * inner)
     element = torch.empty((), dtype=model.dtype).element_size()
     return (c.num_layers * layer + c.vocab_size * c.hidden_size) * element

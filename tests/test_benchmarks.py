@@ -354,7 +354,7 @@ def test_replayed_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     from vegas_ops.speculative.tuning import decode_together
 
     config = Qwen3Config(1100, 32, 32, 2, 2, 1, 16, 2048, dtype=torch.float32)
-    monkeypatch.setitem(loop_workload.SHAPES, "tiny", config)
+    monkeypatch.setitem(loop_workload.SHAPES, "tiny", loop_workload.Shape(config))
     session = loop_workload.RandomSession("tiny", 2048, torch.device("cpu"))
     decoder = session.decoder(8 * 1500)
     held = [loop_workload.hold_random(decoder, 300, seed) for seed in range(8)]
@@ -367,3 +367,34 @@ def test_replayed_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens = sum(r.statistics.tokens for r in drafted.requests)
         mean = tokens / sum(r.statistics.iterations for r in drafted.requests)
         assert abs(mean - wanted) < 0.15, "5,600 tokens: four standard deviations and more"
+
+
+def test_a_stack_of_windows_and_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other layer drafts with its window, experts are left out, and the bound counts both."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import loop
+    import loop_workload
+
+    from vegas_ops.models import Qwen3Config
+    from vegas_ops.speculative.tuning import decode_together
+
+    config = Qwen3Config(1100, 32, 32, 4, 2, 1, 16, 2048, dtype=torch.float32)
+    shape = loop_workload.Shape(config, window=20, sinks=True, experts=True)
+    monkeypatch.setitem(loop_workload.SHAPES, "tiny", shape)
+    session = loop_workload.RandomSession("tiny", 2048, torch.device("cpu"))
+    model = session.model
+    assert [layer.window for layer in model.layer_attention] == [20, None, 20, None]
+    heads = 32 * (2 + 2 * 1) * 16 + 32 * 2 * 16
+    assert loop_workload.weight_bytes(model) == 4 * (4 * heads + 1100 * 32)
+    decoder = session.decoder(3000)
+    held = [loop_workload.hold_random(decoder, 300, seed) for seed in range(2)]
+    plain = decode_together(decoder, held, 30, gamma=0)
+    drafted = decode_together(decoder, held, 30, gamma=4, ratio=0.1, min_tokens=16)
+    assert [r.output for r in drafted.requests] == [r.output for r in plain.requests]
+    read = drafted.requests[0].statistics
+    token = decoder.cache.bytes_per_token
+    # Two of four layers read windows, the others a tenth of the keys and what is newer.
+    assert read.draft_bytes / read.drafted < token * (0.5 * 20 + 0.5 * (0.1 * 330 + 8) + 1)
+    bound = loop.Bound(weights=100, keys=1000.0, windows=50.0, gbs=1e-3)
+    assert (bound.plain_us, bound.draft_us(0.1)) == pytest.approx((1150.0, 250.0))
+    assert bound.speed_up(5.0, 4, 0.1) == pytest.approx(5 * 1150 / (1150 + 4 * 250))

@@ -100,8 +100,9 @@ class Session:
             )
         return ids
 
-    def decoder(self, max_tokens: int) -> SpeculativeDecoder:
-        """A decoder whose cache holds `max_tokens` tokens: prompts, outputs and drafts in all."""
+    def decoder(self, max_tokens: int, read_every: int = 1) -> SpeculativeDecoder:
+        """A decoder whose cache holds `max_tokens` tokens: prompts, outputs and drafts in all.
+        read_every: as of `SpeculativeDecoder`."""
         model = self.model
         cache = PagedKVCache(
             num_layers=model.num_layers,
@@ -113,7 +114,13 @@ class Session:
             device=model.device,
         )
         chunk = PREFILL_CHUNK if model.device.type == "cpu" else GPU_PREFILL_CHUNK
-        return SpeculativeDecoder(model, cache, prefill_chunk=chunk, batch_invariant=self.batch_invariant)
+        return SpeculativeDecoder(
+            model,
+            cache,
+            prefill_chunk=chunk,
+            batch_invariant=self.batch_invariant,
+            read_every=read_every,
+        )
 
     def run(self, decoder: SpeculativeDecoder, request: Request, on_text: OnText | None = None) -> Run:
         """Decodes one request to its end; ValueError where the model's logits are not finite."""

@@ -16,6 +16,7 @@ from vegas_ops import ops
 from vegas_ops.ops import Dump
 from vegas_ops.speculative.sampling import SELECT, uniform
 from vegas_ops.speculative.selection import (
+    Count,
     DraftStep,
     Lists,
     Policy,
@@ -23,6 +24,8 @@ from vegas_ops.speculative.selection import (
     first_tokens,
     in_chunks,
     known_weights,
+    least,
+    most,
     no_tokens,
     row_sums,
     top,
@@ -35,7 +38,7 @@ class Full(Policy):
 
     name = "full"
 
-    def plan(self, k: int, candidates: int, first: bool) -> tuple[int, int]:
+    def plan(self, k: Count, candidates: Count, first: bool) -> tuple[Count, Count]:
         return 0, 0
 
     def select(self, v: Verified) -> Lists:
@@ -50,9 +53,9 @@ class Streaming(Policy):
 
     name = "streaming"
 
-    def plan(self, k: int, candidates: int, first: bool) -> tuple[int, int]:
-        sinks = min(self.sinks, k)
-        return sinks, max(candidates - (k - sinks), sinks)
+    def plan(self, k: Count, candidates: Count, first: bool) -> tuple[Count, Count]:
+        sinks = least(self.sinks, k)
+        return sinks, most(candidates - (k - sinks), sinks)
 
     def select(self, v: Verified) -> Lists:
         return first_tokens(v, v.k.clamp(max=self.sinks), self.sinks)
@@ -115,8 +118,8 @@ class SnapKV(Policy):
     def dump(self, first: bool) -> Dump:
         return "all"
 
-    def plan(self, k: int, candidates: int, first: bool) -> tuple[int, int]:
-        return max(k - self.window, 0), max(candidates - self.window, 0)
+    def plan(self, k: Count, candidates: Count, first: bool) -> tuple[Count, Count]:
+        return most(k - self.window, 0), most(candidates - self.window, 0)
 
     def select(self, v: Verified) -> Lists:
         sums = [row_sums(v, known_weights(v, layer).sum(2)) for layer in range(v.layers)]
@@ -142,9 +145,9 @@ class Quest(Policy):
     def scanned(self, keys: int) -> int:
         return keys // self.page  # a page's bounds are as large as one token's K and V
 
-    def plan(self, k: int, candidates: int, first: bool) -> tuple[int, int]:
+    def plan(self, k: Count, candidates: Count, first: bool) -> tuple[Count, Count]:
         pages = candidates // self.page
-        return min(-(-k // self.page), pages) * self.page, pages * self.page
+        return least(-(-k // self.page), pages) * self.page, pages * self.page
 
     def select(self, v: Verified) -> Lists:
         """Brings the bounds up to date: of the whole text at first, then of pages that filled up."""
@@ -185,9 +188,9 @@ class SpecExtend(Policy):
     def dump(self, first: bool) -> Dump:
         return "none" if first else "all"
 
-    def plan(self, k: int, candidates: int, first: bool) -> tuple[int, int]:
+    def plan(self, k: Count, candidates: Count, first: bool) -> tuple[Count, Count]:
         chunks = candidates // self.chunk
-        kept = min(max(k // self.chunk, 1), chunks)
+        kept = least(most(k // self.chunk, 1), chunks)
         return (0, (chunks - kept) * self.chunk) if first else (kept * self.chunk, chunks * self.chunk)
 
     def select(self, v: Verified) -> Lists:
@@ -220,7 +223,7 @@ class Pillar(Policy):
     def dump(self, first: bool) -> Dump:
         return "none" if first else "all"
 
-    def plan(self, k: int, candidates: int, first: bool) -> tuple[int, int]:
+    def plan(self, k: Count, candidates: Count, first: bool) -> tuple[Count, Count]:
         return (0, 0) if first else (k, candidates)
 
     def select(self, v: Verified) -> Lists:

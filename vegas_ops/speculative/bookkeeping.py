@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vegas_ops import jit
+from vegas_ops.jit import gdc_launch_dependents, gdc_wait
 
 if TYPE_CHECKING:
     from vegas_ops.speculative.attention import Group
@@ -37,12 +38,18 @@ if triton is not None:
 
     @triton.jit
     def _draft_rows_kernel(
-        values, int32, block_table, positions, keys, slots, batch, steps, pages, page_size, unused_slot,
-        LENGTHS: tl.constexpr, DRAFTS: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr,
+        values, int32, block_table, table, positions, keys, slots, tokens, batch, steps, pages, width,
+        page_size, unused_slot, LENGTHS: tl.constexpr, DRAFTS: tl.constexpr, COPIED: tl.constexpr,
+        BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         copied = i < COPIED * batch
         tl.store(int32 + i, tl.load(values + i, mask=copied, other=0).to(tl.int32), mask=copied)
+        pending = i < batch
+        tl.store(tokens + i, tl.load(table + i * width, mask=pending, other=0), mask=pending)
         inside = i < steps * batch
         step, row = i // batch, i % batch
         active = inside & (step < tl.load(values + DRAFTS * batch + row, mask=inside, other=0))
@@ -59,8 +66,11 @@ if triton is not None:
         values, int32, block_table, table, owners, offsets, positions, slots, tokens, cu_seqlens, last,
         batch, begin, size, rows, row_begin, pages, width, page_size, unused_slot,
         KEYS: tl.constexpr, DRAFTS: tl.constexpr, Q_LENS: tl.constexpr, COPIED: tl.constexpr,
-        MEMBERS: tl.constexpr, BLOCK: tl.constexpr,
+        MEMBERS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
         member = tl.arange(0, MEMBERS)
         known = member < size
         q_len = tl.load(values + Q_LENS * batch + begin + member, mask=known, other=0)
@@ -96,11 +106,35 @@ if triton is not None:
         tl.store(tokens + out, token, mask=inside)
 
     @triton.jit
+    def _choose_kernel(
+        logits, values, table, tokens, batch, width, step,
+        DRAFTS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    ):  # fmt: skip
+        """The likeliest token of one request's row."""
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
+        row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+        best, place = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, VOCAB, BLOCK):
+            x = tl.load(logits + row * VOCAB + start + i, mask=start + i < VOCAB, other=float("-inf"))
+            place = tl.where(x > best, start + i, place)
+            best = tl.where(x > best, x, best)
+        token = tl.min(tl.where(best == tl.max(best, 0), place, VOCAB - 1), 0).to(tl.int64)
+        tl.store(tokens + row, token)
+        active = step < tl.load(values + DRAFTS * batch + row)
+        # A prompt's last tokens stay.
+        tl.store(table + row * width + step + 1, token, mask=active)
+
+    @triton.jit
     def _accept_kernel(
         values, table, top, choice, last, result, batch, steps, width,
-        DRAFTS: tl.constexpr, COLUMNS: tl.constexpr,
+        DRAFTS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
         """`accept_greedy` for one request, over the verification's packed rows."""
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
         request = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, COLUMNS)
         drafts = tl.load(values + DRAFTS * batch + request)
@@ -121,47 +155,99 @@ if triton is not None:
 
     @triton.jit
     def _advance_kernel(
-        values, table, result, batch, width, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-        LENGTHS: tl.constexpr, LISTED: tl.constexpr, TAILS: tl.constexpr, KEYS: tl.constexpr,
-        DRAFTS: tl.constexpr, Q_LENS: tl.constexpr, GAMMAS: tl.constexpr, LIMITS: tl.constexpr,
-        NEXT_LISTED: tl.constexpr, NEXT_TAILS: tl.constexpr,
+        values, table, result, ratios, least_tokens, stops, log, turn, batch, width,
+        STEPS: tl.constexpr, COLUMNS: tl.constexpr, TURNS: tl.constexpr, STOPS: tl.constexpr,
+        BLOCK: tl.constexpr, LENGTHS: tl.constexpr, LISTED: tl.constexpr, TAILS: tl.constexpr,
+        KEYS: tl.constexpr, DRAFTS: tl.constexpr, Q_LENS: tl.constexpr, GAMMAS: tl.constexpr,
+        LIMITS: tl.constexpr, BUDGETS: tl.constexpr, NEXT_LISTED: tl.constexpr, NEXT_TAILS: tl.constexpr,
+        DEPENDENT: tl.constexpr,
     ):  # fmt: skip
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = i < batch
         q_len = tl.load(values + Q_LENS * batch + i, mask=inside, other=0)
         accepted = tl.load(result + i * (STEPS + 3), mask=inside, other=0)
         length = tl.load(values + LENGTHS * batch + i, mask=inside, other=0)
         length += tl.where(q_len == 0, 0, accepted + 1)
-        tl.store(values + LENGTHS * batch + i, length, mask=inside)
         token = tl.load(result + i * (STEPS + 3) + 2 + accepted, mask=inside, other=0)
         tl.store(table + i * width, tl.maximum(token, 0), mask=inside)
         limit = tl.load(values + LIMITS * batch + i, mask=inside, other=0)
+        alive = (q_len > 0).to(tl.int64)
+        if TURNS > 1:
+            column = tl.arange(0, COLUMNS)[None, :]
+            there = inside[:, None] & (column < STEPS + 3)
+            line = tl.load(result + i[:, None] * (STEPS + 3) + column, mask=there, other=-1)
+            now = tl.load(turn + i, mask=inside, other=0)
+            place = (now % TURNS) * batch + i
+            tl.store(log + place[:, None] * (STEPS + 3) + column, line, mask=there)
+            tl.store(turn + i, now + 1, mask=inside)
+            failed = tl.load(result + i * (STEPS + 3) + 1, mask=inside, other=0)
+            ended = failed != 0
+            for stop in tl.static_range(STOPS):
+                end = tl.load(stops + i * STOPS + stop, mask=inside, other=-2)
+                hit = (line == end[:, None]) & (column >= 2)
+                ended = ended | (tl.max(hit.to(tl.int32), 1) > 0)
+            limit = tl.where(ended, 0, limit)
+            tl.store(values + LIMITS * batch + i, limit, mask=inside)
+            alive = ((q_len > 0) & (length < limit)).to(tl.int64)
+            # An ended request's row is from now on an unused one.
+            length *= alive
+        tl.store(values + LENGTHS * batch + i, length, mask=inside)
+        drafts = tl.zeros((BLOCK,), tl.int64)
         if STEPS:
             gamma = tl.load(values + GAMMAS * batch + i, mask=inside, other=0)
-            drafts = tl.minimum(gamma, tl.maximum(limit - length - 1, 0))
+            drafts = tl.minimum(gamma, tl.maximum(limit - length - 1, 0)) * alive
             tl.store(values + DRAFTS * batch + i, drafts, mask=inside)
             listed = tl.load(values + NEXT_LISTED * batch + i, mask=inside, other=0)
-            tl.store(values + LISTED * batch + i, listed, mask=inside)
             tails = tl.load(values + NEXT_TAILS * batch + i, mask=inside, other=0)
+            if TURNS > 1:
+                listed *= alive
+                tails *= alive
+            tl.store(values + LISTED * batch + i, listed, mask=inside)
             tl.store(values + TAILS * batch + i, tails, mask=inside)
         else:
             q_len = tl.where(length >= limit, 0, q_len)
             tl.store(values + Q_LENS * batch + i, q_len, mask=inside)
             tl.store(values + KEYS * batch + i, length * q_len, mask=inside)
+        if TURNS > 1:
+            keys = (length + drafts) * alive
+            tl.store(values + Q_LENS * batch + i, (drafts + 1) * alive, mask=inside)
+            tl.store(values + KEYS * batch + i, keys, mask=inside)
+            ratio = tl.load(ratios + i, mask=inside, other=0.0)
+            k = tl.ceil(ratio * keys.to(tl.float64) - 1e-9).to(tl.int64)
+            k = tl.minimum(tl.maximum(k, tl.load(least_tokens + i, mask=inside, other=0)), length)
+            tl.store(values + BUDGETS * batch + i, k, mask=inside)
 
 
-def place_draft_rows(round: Round, fields: dict[str, int], copied: int) -> tuple[Tensor, Tensor, Tensor]:
-    """positions and slots (steps, batch) int64 and keys (steps, batch) int32 of the draft steps; int32
-    copies of the first fields."""
+def place_draft_rows(
+    round: Round, fields: dict[str, int], copied: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """positions and slots (steps, batch) int64 and keys (steps, batch) int32 of the draft steps; tokens
+    (steps + 1, batch) int64, of which the first are filled; int32 copies of the first fields."""
     batch, steps, device, cache = round.shape.batch, round.shape.steps, round.cache.device, round.cache
     positions, slots = torch.empty((2, steps, batch), dtype=torch.int64, device=device)
     keys = torch.empty((steps, batch), dtype=torch.int32, device=device)
+    tokens = torch.empty((steps + 1, batch), dtype=torch.int64, device=device)
     _draft_rows_kernel[(triton.cdiv(max(steps, copied) * batch, _BLOCK),)](
-        round.values, round.int32, round.block_table, positions, keys, slots, batch, steps,
-        round.block_table.shape[1], cache.page_size, cache.unused_slot,
+        round.values, round.int32, round.block_table, round.table, positions, keys, slots, tokens, batch,
+        steps, round.block_table.shape[1], round.table.shape[1], cache.page_size, cache.unused_slot,
         LENGTHS=fields["lengths"], DRAFTS=fields["num_drafts"], COPIED=copied, BLOCK=_BLOCK,
+        **jit.launch_options(device),
     )  # fmt: skip
-    return positions, slots, keys
+    return positions, slots, keys, tokens
+
+
+def choose(round: Round, logits: Tensor, tokens: Tensor, step: int, fields: dict[str, int]) -> None:
+    """A greedy draft step: the likeliest of logits (batch, vocab_size) fp32 into tokens, (batch,) int64,
+    and into the table of the requests that draft it; the first of equals, never NaN."""
+    batch, vocab = logits.shape
+    _choose_kernel[(batch,)](
+        logits, round.values, round.table, tokens, batch, round.table.shape[1], step,
+        DRAFTS=fields["num_drafts"], VOCAB=vocab, BLOCK=min(triton.next_power_of_2(vocab), 32_768),
+        num_warps=16 if vocab <= 8192 else 32, **jit.launch_options(logits.device),
+    )  # fmt: skip
 
 
 def place_verify_rows(round: Round, group: Group, fields: dict[str, int], copied: int) -> None:
@@ -174,7 +260,7 @@ def place_verify_rows(round: Round, group: Group, fields: dict[str, int], copied
         group.rows, group.span.start, round.block_table.shape[1], round.table.shape[1],
         round.cache.page_size, round.cache.unused_slot,
         KEYS=fields["keys"], DRAFTS=fields["num_drafts"], Q_LENS=fields["q_lens"], COPIED=copied,
-        MEMBERS=members, BLOCK=block,
+        MEMBERS=members, BLOCK=block, **jit.launch_options(round.cache.device),
     )  # fmt: skip
 
 
@@ -185,16 +271,21 @@ def accept(round: Round, logits: Tensor, fields: dict[str, int]) -> None:
         round.values, round.table, top, choice, round.rows.last, round.result, len(round.table),
         round.shape.steps, round.table.shape[1],
         DRAFTS=fields["num_drafts"], COLUMNS=triton.next_power_of_2(round.shape.steps + 1),
+        **jit.launch_options(logits.device),
     )  # fmt: skip
 
 
 def advance(round: Round, fields: dict[str, int]) -> None:
-    """`Round.advance`."""
+    """`Round._advance`."""
     batch = round.shape.batch
-    _advance_kernel[(triton.cdiv(batch, _BLOCK),)](
-        round.values, round.table, round.result, batch, round.table.shape[1],
-        STEPS=round.shape.steps, BLOCK=_BLOCK, LENGTHS=fields["lengths"], LISTED=fields["listed"],
+    block = triton.next_power_of_2(max(min(batch, _BLOCK), 16)) if round.turns == 1 else 16
+    _advance_kernel[(triton.cdiv(batch, block),)](
+        round.values, round.table, round.result, round.ratios, round.least_tokens, round.stops, round.log,
+        round.turn, batch, round.table.shape[1],
+        STEPS=round.shape.steps, COLUMNS=triton.next_power_of_2(round.shape.steps + 3), TURNS=round.turns,
+        STOPS=round.stops.shape[1], BLOCK=block, LENGTHS=fields["lengths"], LISTED=fields["listed"],
         TAILS=fields["tails"], KEYS=fields["keys"], DRAFTS=fields["num_drafts"], Q_LENS=fields["q_lens"],
-        GAMMAS=fields["gammas"], LIMITS=fields["limits"], NEXT_LISTED=fields["next_listed"],
-        NEXT_TAILS=fields["next_tails"],
+        GAMMAS=fields["gammas"], LIMITS=fields["limits"], BUDGETS=fields["budgets"],
+        NEXT_LISTED=fields["next_listed"], NEXT_TAILS=fields["next_tails"],
+        **jit.launch_options(round.cache.device),
     )  # fmt: skip

@@ -13,6 +13,7 @@ verification without drafts: it gives the first token and the first selection.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +22,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vegas_ops.speculative.adaptive import best_gamma, update_rate
 from vegas_ops.speculative.attention import PrefillContext
 from vegas_ops.speculative.kv_cache import OutOfPages, PagedKVCache, to_device
 from vegas_ops.speculative.model import Model, layer_attention, selecting_layers
 from vegas_ops.speculative.request import FinishReason, Request
-from vegas_ops.speculative.round import GroupShape, Mode, Round, RoundShape
-from vegas_ops.speculative.selection import Policy
+from vegas_ops.speculative.round import Round
+from vegas_ops.speculative.selection import Policy, plans_tensors
+from vegas_ops.speculative.shapes import GroupShape, Mode, RoundShape
 
 MAX_ROUNDS = 32  # shapes whose buffers and graphs are kept
 MIN_KEYS = 1024  # the least bound on keys
 MAX_MISSES = 1024  # shapes without a round whose iterations are counted
+ADAPT_EVERY = 8  # iterations
 RARE = 32  # iterations of a shape that a larger one serves
 
 OnPrompt = Callable[[Request, int, int], None]
@@ -50,7 +54,13 @@ class SpeculativeDecoder:
     model's forward must then not wait for the device. Batches whose requests have a
     `logits_processor` or a forced text run eagerly. batch_invariant: the attention of a verification
     has the same bits whatever else is in the batch; with a model whose other layers are like that,
-    greedy output on a GPU is plain decoding's to the bit, too.
+    greedy output on a GPU is plain decoding's to the bit, too. read_every: iterations of a `step`, where
+    the batch allows it: the device goes through them alone, and the host reads their tokens at the end.
+    Ends, too, are found by the device (lengths, and up to `MAX_STOPS` stop tokens; a request with more,
+    or with stop sequences, is computed in vain until the host reads). It takes fixed shapes, and policies
+    that select at every verification or never again. draft_cost: the time of a draft step over that of a
+    verification; rounds then make as many drafts, up to each request's gamma, as pay by the acceptance so
+    far. None: always gamma.
     """
 
     def __init__(
@@ -63,6 +73,8 @@ class SpeculativeDecoder:
         profile: bool = False,
         graphs: bool = True,
         batch_invariant: bool = False,
+        read_every: int = 1,
+        draft_cost: float | None = None,
     ) -> None:
         shape = (model.num_layers, model.num_heads_kv, model.head_dim)
         if (cache.k.shape[0], *cache.k.shape[3:]) != shape:
@@ -76,7 +88,14 @@ class SpeculativeDecoder:
             raise ValueError(f"`cache` must be on {model.device} like the model, got {cache.device}")
         if prefill_chunk < 1:
             raise ValueError(f"`prefill_chunk` must be at least 1, got {prefill_chunk}")
-        self.model, self.cache = model, cache
+        if read_every < 1:
+            raise ValueError(f"`read_every` must be at least 1, got {read_every}")
+        if draft_cost is not None and not 0 < draft_cost < math.inf:
+            raise ValueError(f"`draft_cost` must be finite and > 0, got {draft_cost}")
+        self.draft_cost = draft_cost
+        self._gamma = 0  # of all, where it adapts
+        self._since = 0  # iterations since it was chosen
+        self.model, self.cache, self.read_every = model, cache, read_every
         self.max_position = min(model.max_position, cache.max_length)
         self.prefill_chunk, self.on_prompt, self.profile = prefill_chunk, on_prompt, profile
         self.batch_invariant = batch_invariant
@@ -147,11 +166,16 @@ class SpeculativeDecoder:
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, list[int]]]:
-        """One iteration of every running request; the tokens that each emitted."""
+        """One iteration of every running request, or up to `read_every`; the tokens that each emitted."""
         with torch.cuda.device(self.cache.device) if self.on_gpu else nullcontext():
             self._admit()
+            self._adapt()
             requests = self._reserve()
-            return self._iterate(requests) if requests else []
+            if not requests:
+                return []
+            turns = self._turns(requests) if self.read_every > 1 else 1
+            self._since += turns
+            return self._iterate(requests) if turns == 1 else self._iterate_unread(requests, turns)
 
     def run(self) -> None:
         """Steps until every request has finished."""
@@ -174,6 +198,16 @@ class SpeculativeDecoder:
         return [request.output for request in requests]
 
     # One iteration
+
+    def _adapt(self) -> None:
+        """Chooses how many drafts the next rounds make."""
+        drafting = [q for q in self.running if q.gamma and q.forced_tokens is None] if self.draft_cost else []
+        if not drafting:
+            return
+        if self._gamma == 0 or self._since >= ADAPT_EVERY:
+            self._gamma, self._since = best_gamma(drafting, self.draft_cost or 0.0, self._gamma), 0
+        for request in drafting:
+            request.draft_limit = self._gamma
 
     def _iterate(self, requests: list[Request]) -> list[tuple[Request, list[int]]]:
         drafts = {request: request.num_drafts(self.max_position) for request in requests}
@@ -211,10 +245,76 @@ class SpeculativeDecoder:
         else:
             verify += launched - selected
         self._share_time(drafts, draft, verify + followed - read, selected - verified)
-        return [(q, self._commit(q, drafts[q], reads[q], *lines[q])) for q in requests]
+        emitted = [(q, self._commit(q, drafts[q], reads[q], *lines[q])) for q in requests]
+        for request in requests:
+            self._roll_back(request, drafts[request])
+        return emitted
+
+    def _iterate_unread(self, requests: list[Request], turns: int) -> list[tuple[Request, list[int]]]:
+        """So many iterations by the device alone; then the host goes through what they gave."""
+        drafts = {request: request.num_drafts(self.max_position) for request in requests}
+        start = self._now()
+        r, pool, ahead = self._load(requests, drafts, turns=turns)
+        r.turn.zero_()
+        if not ahead:
+            r.run("draft" if r.shape.steps else "verify", pool)
+        for _ in range(turns - 1):
+            r.run("cycle", pool)
+        if r.shape.steps:
+            r.run("verify", pool)
+            if any(mode.selects for mode in r.modes):
+                r.run("select", pool)
+        r.run("advance", pool)
+        r.fetch_log()
+        r.run("draft" if r.shape.steps else "verify", pool)
+        self._ahead = r
+        log = r.read_log(turns)
+        forward = (self._now() - start) / (turns * (r.shape.steps + 1))
+        emitted: dict[Request, list[int]] = {request: [] for request in requests}
+        row_of = {request: i for i, request in enumerate(r.requests) if request is not None}
+        for lines in log:
+            running = [request for request in requests if not request.finished]
+            drafts |= {request: request.num_drafts(self.max_position) for request in running}
+            now = {request: drafts[request] for request in running}
+            self._share_time(now, r.shape.steps * forward, forward, 0.0)
+            for request, n in now.items():
+                reads = self._reads(request, n)
+                r.hand_out_to(row_of[request], n)
+                emitted[request] += self._commit(request, n, reads, *lines[row_of[request]])
+        for request in requests:
+            self._roll_back(request, drafts[request])
+        return list(emitted.items())
+
+    def _turns(self, requests: list[Request]) -> int:
+        """Iterations that the device may go through before the host reads, with pages for all of them."""
+        turns = self.read_every
+        if not self._pages_ahead or any(q.logits_processor or q.forced_tokens is not None for q in requests):
+            return 1
+        for request in requests:
+            policy, drafts = request.policy, request.most_drafts if self._selects else 0
+            if drafts and (request.selection is None or policy.refresh > 1 or not plans_tensors(policy)):
+                return 1
+        left = [q.max_length(self.max_position) - len(q.tokens) for q in requests]
+        # No more than it seems to take: an iteration gives at least one token, and drafts more.
+        rates = [max(q.statistics.tokens_per_iteration, 1.0) for q in requests]
+        turns = min(turns, max(math.ceil(most / rate) for most, rate in zip(left, rates, strict=True)))
+        for request, most in zip(requests, left, strict=True):
+            assert request.sequence is not None
+            drafts = request.most_drafts if self._selects else 0
+            try:
+                new = min(most, turns * (1 + drafts) + drafts)
+                self.cache.reserve(request.sequence, len(request.tokens) + new)
+            except OutOfPages:
+                return 1
+        return turns
 
     def _load(
-        self, requests: list[Request], drafts: dict[Request, int], *, second_pass: bool = False
+        self,
+        requests: list[Request],
+        drafts: dict[Request, int],
+        *,
+        second_pass: bool = False,
+        turns: int = 1,
     ) -> tuple[Round, Any, bool]:
         """The requests in the rows of a round, the memory pool of its graphs, if it has any, and
         whether it has gone ahead."""
@@ -223,7 +323,7 @@ class SpeculativeDecoder:
             kinds.setdefault(self._kind(request, second_pass), []).append(request)
         plain = not any(q.logits_processor or q.forced_tokens is not None for q in requests)
         fixed = self.fixed_shapes and plain
-        shape = self._shape(kinds, drafts, fixed)
+        shape = self._shape(kinds, drafts, fixed, turns)
         r = self._fixed_round(shape) if fixed else self._new_round(shape)
         limits = {request: request.max_length(self.max_position) for request in requests}
         modes = [Mode(kind.first, kind.selects) for kind in kinds]
@@ -245,7 +345,7 @@ class SpeculativeDecoder:
         )
 
     def _new_round(self, shape: RoundShape) -> Round:
-        return Round(self.model, self.cache, shape, self.batch_invariant)
+        return Round(self.model, self.cache, shape, self.batch_invariant, self.read_every)
 
     def _fixed_round(self, shape: RoundShape) -> Round:
         """The round of this shape; as long as the shape is rare, a larger one where there is one:
@@ -264,15 +364,16 @@ class SpeculativeDecoder:
         return r
 
     def _shape(
-        self, kinds: dict[_Kind, list[Request]], drafts: dict[Request, int], fixed: bool
+        self, kinds: dict[_Kind, list[Request]], drafts: dict[Request, int], fixed: bool, turns: int
     ) -> RoundShape:
-        """The smallest shape that serves these requests, or a fixed one that also serves the next."""
+        """The smallest shape that serves these requests, or a fixed one that also serves what follows
+        `turns` iterations."""
         requests = [request for members in kinds.values() for request in members]
         # Nothing is ever drafted for a model without layers to select for.
-        most_drafts = {q: q.gamma if self._selects else 0 for q in requests} if fixed else drafts
+        most_drafts = {q: q.most_drafts if self._selects else 0 for q in requests} if fixed else drafts
         max_keys = max(len(request.tokens) + drafts[request] for request in requests)
         if fixed:  # drafts made ahead included
-            max_keys += 1 + max(most_drafts.values())
+            max_keys += turns * (1 + max(most_drafts.values()))
             max_keys = min(max(1 << (max_keys - 1).bit_length(), MIN_KEYS), self.max_position)
         groups = []
         for kind, members in kinds.items():
@@ -348,7 +449,7 @@ class SpeculativeDecoder:
     def _commit(
         self, request: Request, drafts: int, reads: tuple[int, int], count: int, emitted: list[int]
     ) -> list[int]:
-        """Appends what a request emitted, up to its end, and rolls the cache back to it."""
+        """Appends what a request emitted, up to its end."""
         prompt_pass, failed = len(request.tokens) == len(request.prompt), len(emitted) <= count
         if request.forced_tokens is not None and not failed:
             done = len(request.tokens) - len(request.prompt)
@@ -363,13 +464,10 @@ class SpeculativeDecoder:
                 break
         if reason is None and len(request.tokens) >= request.max_length(self.max_position):
             reason = "length"
-        assert request.sequence is not None
-        # Going ahead, plain decoding already writes the pending token's K and V.
-        known = len(request.tokens)
-        self.cache.truncate(request.sequence, known - 1, known if self._ahead and not drafts else None)
         statistics = request.statistics
         if not prompt_pass:
             statistics.count(drafts, count, len(new))
+            request.draft_rate = update_rate(request.draft_rate, drafts, count)
             layer_bytes = self.cache.bytes_per_token // self.model.num_layers
             statistics.draft_bytes += reads[0] * layer_bytes
             statistics.verify_bytes += reads[1] * layer_bytes
@@ -381,6 +479,13 @@ class SpeculativeDecoder:
         return new
 
     # Pages
+
+    def _roll_back(self, request: Request, drafts: int) -> None:
+        """Gives back the pages beyond a running request's text."""
+        if request.sequence is not None:
+            # Going ahead, plain decoding already writes the pending token's K and V.
+            known = len(request.tokens)
+            self.cache.truncate(request.sequence, known - 1, known if self._ahead and not drafts else None)
 
     def _admit(self) -> None:
         """Computes the prompts of waiting requests, as long as there are pages."""
@@ -445,7 +550,7 @@ class SpeculativeDecoder:
         self._pages_ahead = self.fixed_shapes and not self.profile
         for request in self.running if self._pages_ahead else ():
             assert request.sequence is not None
-            most = len(request.tokens) + request.num_drafts(self.max_position) + 1 + request.gamma
+            most = len(request.tokens) + request.num_drafts(self.max_position) + 1 + request.most_drafts
             try:
                 self.cache.reserve(request.sequence, min(most, request.max_length(self.max_position)))
             except OutOfPages:

@@ -93,6 +93,8 @@ class Request:
     statistics: Statistics = field(init=False, default_factory=Statistics)
     finish_reason: FinishReason | None = field(init=False, default=None)
     error: str | None = field(init=False, default=None)
+    draft_rate: float = field(init=False, default=0.85)  # running acceptance (`adaptive`)
+    draft_limit: int | None = field(init=False, default=None)  # set by a decoder that adapts
 
     def __post_init__(self) -> None:
         # A copy: `output` is what follows it, also if the caller goes on with the list.
@@ -131,12 +133,17 @@ class Request:
             new = min(new, len(self.forced_tokens))
         return min(len(self.prompt) + new, max_position)
 
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a round far from the end."""
+        return self.gamma if self.draft_limit is None else min(self.gamma, self.draft_limit)
+
     def num_drafts(self, max_position: int) -> int:
         """Drafts of the next round: none may be emitted beyond the end, and one more token
         follows the last."""
         if self.selection is None:
             return 0
-        return max(min(self.gamma, self.max_length(max_position) - len(self.tokens) - 1), 0)
+        return max(min(self.most_drafts, self.max_length(max_position) - len(self.tokens) - 1), 0)
 
     def budget(self, keys: int, candidates: int | None = None) -> int:
         """Tokens that a selection from a verification over `keys` keys may list."""

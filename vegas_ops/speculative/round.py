@@ -18,7 +18,6 @@ import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -40,16 +39,11 @@ from vegas_ops.speculative.sampling import (
     probabilities,
     uniform,
 )
-from vegas_ops.speculative.selection import Policy, Selection
+from vegas_ops.speculative.selection import Selection
+from vegas_ops.speculative.shapes import Mode, RoundShape
 
-Phase = Literal["draft", "verify", "select", "advance"]
-
-
-class Mode(NamedTuple):
-    """How a group goes through a verification: its requests had no selection yet; it selects."""
-
-    first: bool
-    selects: bool
+Phase = Literal["draft", "verify", "select", "advance", "cycle"]
+MAX_STOPS = 8  # token ids that the device ends a request at; the host knows all of them
 
 
 class Line(NamedTuple):
@@ -71,6 +65,7 @@ class Line(NamedTuple):
     next_tails: int = 0
 
 
+_NO_TOKEN = -2  # no result holds it
 INT32_FIELDS = 5  # of a line, from its first one on
 FIELDS = {name: i for i, name in enumerate(Line._fields)}
 
@@ -87,48 +82,6 @@ class Rows(NamedTuple):
     last: Tensor
 
 
-@dataclass(frozen=True)
-class GroupShape:
-    """size: requests; rows: of a verification; max_rows: of one request; max_k: width of the lists."""
-
-    policy: Policy
-    window: int
-    size: int
-    rows: int
-    max_rows: int
-    max_k: int
-
-
-@dataclass(frozen=True)
-class RoundShape:
-    """All that a round's code depends on. steps: drafts; max_keys: bound on cached tokens."""
-
-    groups: tuple[GroupShape, ...]
-    steps: int
-    max_keys: int
-    greedy: bool
-    filtered: bool
-
-    @property
-    def batch(self) -> int:
-        return sum(group.size for group in self.groups)
-
-    def serves(self, other: RoundShape) -> bool:
-        """Whether a round of this shape can run what the other asks for, on more rows."""
-
-        def fits(a: GroupShape, b: GroupShape) -> bool:
-            alike = (a.policy, a.window, a.max_rows) == (b.policy, b.window, b.max_rows)
-            return alike and a.size >= b.size and a.max_k >= b.max_k
-
-        alike = (self.steps, self.greedy, self.filtered) == (other.steps, other.greedy, other.filtered)
-        return (
-            alike
-            and self.max_keys >= other.max_keys
-            and len(self.groups) == len(other.groups)
-            and all(map(fits, self.groups, other.groups))
-        )
-
-
 class Round:
     """The tensors of an iteration, (batch,) int64 unless said otherwise; unused rows are empty.
 
@@ -137,15 +90,21 @@ class Round:
     seeds; gammas; limits: lengths at which requests end. int32: candidates (the lengths), budgets of
     the next selection, listed_k and tail_start of the current one, seqused_k of the verification.
     block_table (batch, pages) int32; table (batch, width): the pending token (or the last ones of a
-    prompt) and its drafts.
-
+    prompt) and its drafts. ratios, least_tokens and stops (batch, MAX_STOPS): what the device plans with
+    in `turns` iterations that the host does not read one by one, log (turns, batch, steps + 3) their
+    results.
     """
 
     def __init__(
-        self, model: Model, cache: PagedKVCache, shape: RoundShape, batch_invariant: bool = False
+        self,
+        model: Model,
+        cache: PagedKVCache,
+        shape: RoundShape,
+        batch_invariant: bool = False,
+        turns: int = 1,
     ) -> None:
         self.model, self.cache, self.shape, device = model, cache, shape, cache.device
-        self.batch_invariant = batch_invariant
+        self.batch_invariant, self.turns = batch_invariant, turns
         batch, steps = shape.batch, shape.steps
         width, pinned = max(steps + 1, *(g.max_rows for g in shape.groups)), device.type == "cuda"
         fields = (len(Line._fields), batch)
@@ -155,7 +114,7 @@ class Round:
         self.lengths, self.num_drafts, self.q_lens = rows["lengths"], rows["num_drafts"], rows["q_lens"]
         self._listed, self._tails, self._keys = rows["listed"], rows["tails"], rows["keys"]
         self.seeds, self._gammas, self._limits = rows["seeds"], rows["gammas"], rows["limits"]
-        self._pending = rows["pending"]
+        self._pending, self._budgets = rows["pending"], rows["budgets"]
         self._next_listed, self._next_tails = rows["next_listed"], rows["next_tails"]
         self.int32 = torch.zeros((INT32_FIELDS, batch), dtype=torch.int32, device=device)
         self.candidates, self.budgets, self.listed_k, self.tail_start, self.seqused_k = self.int32
@@ -174,6 +133,13 @@ class Round:
         self.num_accepted = self.result[:, 0]
         self._read = torch.zeros_like(self.result, device="cpu", pin_memory=pinned)
         self._event = torch.cuda.Event() if pinned else None
+        self.ratios = torch.zeros(batch, dtype=torch.float64, device=device)
+        self.least_tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.stops = torch.full((batch, MAX_STOPS), _NO_TOKEN, dtype=torch.int64, device=device)
+        self._rules: list[tuple[float, int, tuple[int, ...]]] = []
+        self.log = self.result.new_zeros((turns if turns > 1 else 0, *self.result.shape))
+        self.turn = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._read_log = torch.zeros_like(self.log, device="cpu", pin_memory=pinned)
         self.kernels = bookkeeping.available(device)
         rows_in_all = sum(g.rows for g in shape.groups)
         owner, offset, positions, slots, tokens = torch.zeros(
@@ -237,7 +203,7 @@ class Round:
                     line = Line(
                         lengths=known, budgets=k, listed=now[0], tails=now[1], keys=keys,
                         num_drafts=self.drafts[i], q_lens=q_len + self.drafts[i], seeds=request.seed,
-                        gammas=request.gamma, limits=limits[request], pending=request.tokens[-1],
+                        gammas=request.most_drafts, limits=limits[request], pending=request.tokens[-1],
                         next_listed=following[0], next_tails=following[1],
                     )  # fmt: skip
                     table[i][:q_len] = request.tokens[-q_len:]
@@ -259,6 +225,8 @@ class Round:
         if not self.shape.greedy and parameters != self._parameters:
             self.sampling.load(parameters)
             self._parameters = parameters
+        if self.turns > 1:
+            self._load_rules(rows)
         self.processed = [i for i, request in enumerate(rows) if request and request.logits_processor]
         return ahead
 
@@ -286,33 +254,52 @@ class Round:
             )
         self.requests[i], self._given[i] = None, None
 
+    def _load_rules(self, rows: Sequence[Request | None]) -> None:
+        """What the device goes by while the host does not read."""
+        stops = [() if request is None else tuple(request.stop_token_ids)[:MAX_STOPS] for request in rows]
+        rules = [
+            (0.0, 0, ()) if request is None else (request.ratio, request.min_tokens, ids)
+            for request, ids in zip(rows, stops, strict=True)
+        ]
+        if rules == self._rules:
+            return
+        device, self._rules = self.cache.device, rules
+        ids = [[*rule[2], *[_NO_TOKEN] * (MAX_STOPS - len(rule[2]))] for rule in rules]
+        self.ratios.copy_(to_device([rule[0] for rule in rules], torch.float64, device))
+        self.least_tokens.copy_(to_device([rule[1] for rule in rules], torch.int64, device))
+        self.stops.copy_(to_device(ids, torch.int64, device))
+
     def hand_out(self) -> None:
         """Gives every request the selection that `select` left in its row."""
-        for group, mode in zip(self.groups, self.modes, strict=True):
-            for row, i in enumerate(range(group.batch.start, group.batch.stop)):
-                request = self.requests[i]
-                if request is None:
-                    continue
-                if not self.second_pass and request.forced_tokens is not None:
-                    continue
-                if mode.selects:
-                    known = len(request.tokens)
-                    k = request.budget(known + self.drafts[i])
-                    plan = group.policy.plan(k, known, mode.first)
-                    request.selection = group.selection(row, *plan)
-                elif request.selection is not None:
-                    # Of this row's buffers: where it came from may be overwritten by then.
-                    old = request.selection
-                    kept = group.selection(row, old.budget, old.tail_start)
-                    request.selection = kept._replace(age=old.age + 1)
-                else:
-                    continue
-                self._given[i] = request.selection
+        for i, request in enumerate(self.requests):
+            if request is not None:
+                self.hand_out_to(i, self.drafts[i])
+
+    def hand_out_to(self, i: int, drafts: int) -> None:
+        """Row i's selection to its request, whose verification had so many drafts."""
+        request = self.requests[i]
+        pairs = zip(self.groups, self.modes, strict=True)
+        group, mode = next(pair for pair in pairs if i < pair[0].batch.stop)
+        if request is None or (not self.second_pass and request.forced_tokens is not None):
+            return
+        row = i - group.batch.start
+        if mode.selects:
+            known = len(request.tokens)
+            plan = group.policy.plan(request.budget(known + drafts), known, mode.first)
+            request.selection = group.selection(row, *plan)
+        elif request.selection is not None:
+            # Of this row's buffers: where it came from may be overwritten by then.
+            old = request.selection
+            kept = group.selection(row, old.budget, old.tail_start)
+            request.selection = kept._replace(age=old.age + 1)
+        else:
+            return
+        self._given[i] = request.selection
 
     def run(self, phase: Phase, pool: Any) -> None:
         """Runs a phase; with a memory pool for graphs: eagerly at first, which warms it up, captured
         at its second time, then replayed."""
-        key = (phase, self.modes if phase in ("verify", "select") else ())
+        key = (phase, self.modes if phase in ("verify", "select", "cycle") else ())
         if pool is None or not self._runs[key]:
             getattr(self, phase)()
         else:
@@ -335,7 +322,19 @@ class Round:
         request emits its accepted drafts alone."""
         if self._event is not None:
             self._event.synchronize()
-        return [(line[0], line[2 : 3 + line[0] - line[1]]) for line in self._read.tolist()]
+        return [_tokens(line) for line in self._read.tolist()]
+
+    def fetch_log(self) -> None:
+        """Starts to copy the log to the host."""
+        self._read_log.copy_(self.log, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def read_log(self, turns: int) -> list[list[tuple[int, list[int]]]]:
+        """The same as `read`, of so many iterations since `turn` was 0."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [[_tokens(line) for line in lines] for lines in self._read_log[:turns].tolist()]
 
     # The device's side
 
@@ -344,16 +343,23 @@ class Round:
         """Fills table[:, 1:] and, for sampling, draft_probs."""
         step = torch.arange(self.shape.steps, device=self.cache.device)[:, None]
         inactive = step >= self.num_drafts
+        tokens: Tensor | None = None
         if self.kernels:
-            positions, slots, self.draft_keys = bookkeeping.place_draft_rows(self, FIELDS, INT32_FIELDS)
+            placed = bookkeeping.place_draft_rows(self, FIELDS, INT32_FIELDS)
+            positions, slots, self.draft_keys, tokens = placed
+            tokens = tokens if self.shape.greedy else None
         else:
             positions, slots = self._place_draft_rows(step, inactive)
         for i in range(self.shape.steps):
             self.step = i
             context = DraftContext(self, self.groups, slots[i])
-            hidden = self.model.forward(self.table[:, i], positions[i], context)
+            ids = self.table[:, i] if tokens is None else tokens[i]
+            hidden = self.model.forward(ids, positions[i], context)
             places = [(row, row, i) for row in self.processed if i < self.drafts[row]]
             logits = self._process(self.model.compute_logits(hidden), places)
+            if tokens is not None:
+                bookkeeping.choose(self, logits, tokens[i + 1], i, FIELDS)
+                continue
             token = self._draw_draft(logits, i)
             # A prompt's last tokens stay.
             column = self.table[:, i + 1]
@@ -461,7 +467,24 @@ class Round:
         the selection just made; for plain decoding, also the next verification."""
         if self.kernels:
             bookkeeping.advance(self, FIELDS)
-            return
+        else:
+            self._advance()
+        if self.turns > 1:
+            for group, mode in zip(self.groups, self.modes, strict=True):
+                if mode.selects:
+                    rows = group.batch
+                    plan = group.policy.plan(self._budgets[rows], self.lengths[rows], False)
+                    for row, planned in zip((self._next_listed, self._next_tails), plan, strict=True):
+                        row[rows] = planned
+
+    def _advance(self) -> None:
+        if self.turns > 1:
+            row = torch.arange(self.shape.batch, device=self.cache.device)
+            self.log[self.turn % self.turns, row] = self.result
+            self.turn += 1
+            emitted = self.result[:, 2:]
+            stopped = (emitted[:, :, None] == self.stops[:, None]).any(2).any(1) | (self.result[:, 1] != 0)
+            self._limits.masked_fill_(stopped, 0)
         unused = self.q_lens == 0
         self.lengths += (self.num_accepted + 1).masked_fill_(unused, 0)
         token = self.result[:, 2:].gather(1, self.num_accepted[:, None])
@@ -474,6 +497,30 @@ class Round:
         else:
             self.q_lens.masked_fill_(self.lengths >= self._limits, 0)
             self._keys.copy_(self.lengths * self.q_lens)
+        if self.turns > 1:
+            alive = ~unused & (self.lengths < self._limits)
+            # An ended request's row is from now on an unused one.
+            self.lengths *= alive
+            self.num_drafts *= alive
+            self.q_lens.copy_((self.num_drafts + 1) * alive)
+            self._keys.copy_((self.lengths + self.num_drafts) * alive)
+            share = torch.ceil(self.ratios * self._keys - 1e-9).long()
+            k = torch.minimum(torch.maximum(share, self.least_tokens), self.lengths)
+            self._budgets.copy_(k)
+            self._listed *= alive
+            self._tails *= alive
+
+    @torch.no_grad()
+    def cycle(self) -> None:
+        """From the drafts to the next drafts; in plain decoding, from a verification to the next."""
+        if not self.shape.steps:
+            self.advance()
+            self.verify()
+            return
+        self.verify()
+        self.select()
+        self.advance()
+        self.draft()
 
     @torch.no_grad()
     def select(self) -> None:
@@ -493,6 +540,11 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _tokens(line: list[int]) -> tuple[int, list[int]]:
+    """(accepted drafts, emitted tokens) of a row of `result`."""
+    return line[0], line[2 : 3 + line[0] - line[1]]
 
 
 def _sequence(request: Request) -> Any:

@@ -137,6 +137,33 @@ class DraftStep(Protocol):
         ...
 
 
+Count = Any
+"""int, or an integer tensor (batch,)."""
+
+
+def least(a: Count, b: Count) -> Count:
+    """The smaller one; of tensors, one by one."""
+    if isinstance(a, Tensor):
+        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
+
+
+def most(a: Count, b: Count) -> Count:
+    """The larger one; of tensors, one by one."""
+    if isinstance(a, Tensor):
+        return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+    return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
+
+
+def plans_tensors(policy: Policy) -> bool:
+    """Whether the policy's `plan` takes tensors."""
+    try:
+        policy.plan(torch.tensor([1, 2]), torch.tensor([3, 4]), False)
+    except (RuntimeError, TypeError, ValueError):  # written for numbers alone
+        return False
+    return True
+
+
 def budget(ratio: float, min_tokens: int, seqused_k: int, candidates: int) -> int:
     """k = min(max(ceil(ratio * seqused_k), min_tokens), candidates)."""
     # 0.07 * 100 is 7.000000000000001 in floating point: not 8 tokens.
@@ -165,8 +192,9 @@ class Policy:
         """Candidates before a candidate whose scores count for it."""
         return 0
 
-    def plan(self, k: int, candidates: int, first: bool) -> tuple[int, int]:
-        """(tokens listed at most, first token of the tail) of a selection with budget k."""
+    def plan(self, k: Count, candidates: Count, first: bool) -> tuple[Count, Count]:
+        """(tokens listed at most, first token of the tail) of a selection with budget k: numbers, or
+        tensors of them where the device goes on without the host (`least` and `most` take both)."""
         return k, candidates
 
     def selects(self, age: int | None) -> bool:

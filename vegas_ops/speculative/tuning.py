@@ -100,12 +100,13 @@ def _fields_of(record: type, values: Any) -> dict[str, Any]:
 class Decoded(NamedTuple):
     """Requests that were decoded together, and the speed while all of them ran: tokens emitted from
     each one's first token to the end of the first one to end, over the seconds that it took. steps: the
-    same of every iteration, by the host's clock."""
+    same of every step, by the host's clock; iterations: in all of them."""
 
     requests: list[Request]
     tokens: int
     seconds: float
     steps: Sequence[tuple[int, float]] = ()
+    iterations: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -134,11 +135,12 @@ def decode_together(
         steps.append((new, time.perf_counter() - last))
         last += steps[-1][1]
     seconds = now(decoder) - start
+    iterations = max(request.statistics.iterations for request in requests)
     decoder.run()
     for request in requests:
         if request.finish_reason == "error":
             raise ValueError(f"decoding failed: {request.error}")
-    return Decoded(requests, sum(tokens for tokens, _ in steps), seconds, steps)
+    return Decoded(requests, sum(tokens for tokens, _ in steps), seconds, steps, iterations)
 
 
 def now(decoder: SpeculativeDecoder) -> float:

@@ -1,0 +1,195 @@
+"""Iterations that the host does not read one by one: the same tokens, and the device's own bookkeeping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_graphs import GPU_MODEL, sampled_requests
+from test_loop import PROMPTS, SMALL, decoder_of, prompts
+from tiny_model import TinyModel
+
+from vegas_ops.speculative import POLICIES, VEGAS, Request, SamplingParams, SpeculativeDecoder, Vegas
+from vegas_ops.speculative.round import FIELDS, MAX_STOPS, Round
+from vegas_ops.speculative.selection import Policy, plans_tensors
+
+
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    return TinyModel()
+
+
+def unread(model, turns: int, **options) -> SpeculativeDecoder:
+    cache = decoder_of(model, **options).cache
+    decoder = SpeculativeDecoder(model, cache, read_every=turns)
+    decoder.fixed_shapes = True
+    return decoder
+
+
+def ended_in_turn(model) -> tuple[list[int], list[int]]:
+    """A text's plain continuation, and a token that ends it within one block of iterations."""
+    output = decoder_of(model).generate([Request(PROMPTS[2], gamma=0, max_new_tokens=40)])[0]
+    return output, output[9:10]
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda p: p.name)
+def test_unread_iterations_decode_the_same(model, policy, gamma):
+    """Ends by length and by stop tokens, at different times; drafts are accepted alike, iteration by
+    iteration, so the device's budgets, tails and lists are the host's."""
+    output, stop = ended_in_turn(model)
+    ends = ((3, ()), (40, ()), (40, stop), (23, ()))
+
+    def requests():
+        return [
+            Request(p, gamma=gamma, policy=policy, max_new_tokens=n, stop_token_ids=stops,
+                    sampling=SamplingParams(seed=4), **SMALL)
+            for p, (n, stops) in zip(PROMPTS, ends, strict=True)
+        ]  # fmt: skip
+
+    read, alone = requests(), requests()
+    decoder_of(model).generate(read)
+    decoder = unread(model, 5, page_size=2)
+    decoder.generate(alone)
+    for a, b in zip(read, alone, strict=True):
+        assert a.output == b.output
+        assert a.finish_reason == b.finish_reason
+        for name in ("iterations", "drafted_at", "accepted_at", "draft_bytes", "verify_bytes"):
+            assert getattr(a.statistics, name) == getattr(b.statistics, name), name
+    assert alone[2].output == output[: output.index(stop[0]) + 1]
+    assert decoder.cache.num_free_pages == decoder.cache.k.shape[1]
+
+
+def test_the_device_plans_as_the_host_does(model, monkeypatch):
+    """What `advance` leaves is, line by line, what the host would upload for the next round."""
+    checked = 0
+    load = Round.load
+
+    def compare(self, groups, modes, num_drafts, limits, ahead=False):
+        nonlocal checked
+        planned, before = self.values.clone(), list(self.requests)
+        went = load(self, groups, modes, num_drafts, limits, ahead)
+        same = [i for i, request in enumerate(self.requests) if request and request is before[i]]
+        if went and same:
+            checked += 1
+            for name, i in FIELDS.items():
+                if name != "pending":
+                    assert torch.equal(planned[i, same], self.values[i, same]), name
+        return went
+
+    monkeypatch.setattr(Round, "load", compare)
+    for name in ("vegas", "streaming", "quest", "pillar"):
+        decoder = unread(model, 3)
+        texts = [Request(p, gamma=4, policy=POLICIES[name], max_new_tokens=70, **SMALL) for p in PROMPTS]
+        decoder.generate(texts)
+    assert checked > 8
+
+
+def test_sampled_unread_iterations(model):
+    assert unread(model, 4).generate(sampled_requests()) == decoder_of(model).generate(sampled_requests())
+
+
+def test_the_host_reads_seldom(model, monkeypatch):
+    reads: list[int] = []
+    read_log = Round.read_log
+
+    def count(self, turns):
+        reads.append(turns)
+        return read_log(self, turns)
+
+    monkeypatch.setattr(Round, "read_log", count)
+    monkeypatch.setattr(Round, "read", lambda self, read=Round.read: reads.append(1) or read(self))
+    decoder = unread(model, 8)
+    request = Request(PROMPTS[0], gamma=0, max_new_tokens=30)
+    decoder.generate([request])
+    # The prompt's token and 29 more; the last block holds no more iterations than tokens are left.
+    assert reads == [1, 8, 8, 8, 5] or reads == [8, 8, 8, 6]
+
+
+def test_requests_join_and_leave_between_unread_iterations(model):
+    decoder = unread(model, 3)
+    queue = [Request(PROMPTS[i % 4], gamma=2 + i % 3, max_new_tokens=30, **SMALL) for i in range(8)]
+    leaver = Request(PROMPTS[0], max_new_tokens=100, **SMALL)
+    for i, request in enumerate([*queue[:3], leaver, *queue[3:]]):
+        decoder.add(request)
+        decoder.step()
+        if i == 5:
+            decoder.abort(leaver)
+        if i == 6:
+            decoder.preempt(decoder.running[0])
+    decoder.run()
+    for request in queue:
+        other = Request(request.prompt, gamma=0, max_new_tokens=30)
+        assert decoder_of(model).generate([other]) == [request.output]
+
+
+@pytest.mark.parametrize("kind", ["sequence", "many stops", "processor", "refresh", "pages"])
+def test_what_the_device_cannot_do_alone(model, kind):
+    """More stops than it holds, stop sequences, processors, seldom selections, too few pages."""
+    output, _ = ended_in_turn(model)
+    options = {
+        "sequence": {"stop_sequences": [output[7:9]]},
+        "many stops": {"stop_token_ids": [*range(40, 40 + 2 * MAX_STOPS), output[9]]},
+        "processor": {"logits_processor": lambda history, logits: logits.roll(1)},
+        "refresh": {"policy": Vegas(refresh=3)},
+        "pages": {},
+    }[kind]
+
+    def requests():
+        return [Request(PROMPTS[2], gamma=3, max_new_tokens=40, **SMALL, **options) for _ in range(2)]
+
+    read = decoder_of(model).generate(requests())
+    size = {"num_tokens": 230, "page_size": 4} if kind == "pages" else {}
+    assert unread(model, 6, **size).generate(requests()) == read
+
+
+def test_policies_that_plan_with_numbers_alone():
+    class Capped(Policy):
+        def plan(self, k, candidates, first):
+            return min(k, 7), candidates
+
+    assert not plans_tensors(Capped())
+    assert all(map(plans_tensors, POLICIES.values()))
+    for policy in POLICIES.values():
+        for k, candidates in ((0, 0), (1, 1), (5, 100), (40, 41), (256, 300)):
+            now = policy.plan(torch.tensor([k, 3]), torch.tensor([candidates, 9]), False)
+            planned = [x[0].item() if isinstance(x, torch.Tensor) else x for x in now]
+            assert planned == list(policy.plan(k, candidates, False)), policy.name
+
+
+def test_read_every_is_checked(model):
+    with pytest.raises(ValueError, match="`read_every` must be at least 1, got 0"):
+        SpeculativeDecoder(model, decoder_of(model).cache, read_every=0)
+
+
+# CUDA graphs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("gamma", [0, 4])
+def test_unread_graphs(cuda, gamma, temperature):
+    """Whole iterations as graphs give what single ones give; torch raises where the host waits."""
+    model = TinyModel(**GPU_MODEL)
+    sampling = SamplingParams(temperature=temperature, seed=3)
+
+    def requests():
+        return [
+            Request(text, sampling, policy=VEGAS, gamma=gamma, ratio=0.2, min_tokens=16, max_new_tokens=n)
+            for text, n in zip(prompts(100, 700, 1500, seed=1), (150, 40, 90), strict=True)
+        ]
+
+    outputs = []
+    for turns in (1, 6):
+        decoder = SpeculativeDecoder(model, decoder_of(model, num_tokens=20_000).cache, read_every=turns)
+        batch = [decoder.add(request) for request in requests()]
+        for _ in range(4):
+            decoder.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            decoder.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        decoder.run()
+        outputs.append([request.output for request in batch])
+        if turns > 1:
+            assert any(phase == "cycle" for r in decoder._rounds.values() for phase, _ in r._graphs)
+    assert outputs[0] == outputs[1]
