@@ -64,6 +64,58 @@ def test_head_dims_and_dtypes(device: torch.device, head_dim: int, kind: str) ->
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("page_size", (1, 7, 24, 64, 256))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fp8_page_sizes_and_layouts(device: torch.device, layout: str, page_size: int) -> None:
+    lengths = (page_size, page_size + 1, 150, 2 * page_size + 3)
+    check_verify(
+        VerifyCase(
+            seed=page_size, device=device, dtype=torch.bfloat16, fp8=True, descale="head", layout=layout,
+            head_dim=80, page_size=page_size, lengths=lengths, q_lens=(1, 1, 5, 2), dump="token_weight",
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", (1, 4, 8, 9, 16, 17, 33))
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("dump", ("none", "token", "kv_head"))
+def test_fp8_row_counts(device: torch.device, dump: str, head_dim: int, rows: int) -> None:
+    check_verify(
+        VerifyCase(
+            seed=rows, device=device, dtype=case_dtype(device), fp8=True, descale="request", heads_q=8,
+            head_dim=head_dim, lengths=(700, rows, 3), q_lens=(rows, rows, 3), dump=dump, with_sinks=True,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", ((-1, -1), (16, 0), (33, 2), (-1, 3)))
+@pytest.mark.parametrize("softcap", (0.0, 2.0))
+def test_fp8_masks(device: torch.device, window: tuple[int, int], softcap: float) -> None:
+    for causal, dump in ((True, "kv_head"), (False, "token_weight")):
+        check_verify(
+            VerifyCase(
+                seed=3, device=device, dtype=torch.float16, fp8=True, lengths=(190, 3, 1, 150),
+                q_lens=(6, 5, 1, 1), dump=dump, with_sinks=True,
+                options={"causal": causal, "window_size": window, "softcap": softcap},
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", (2.0**-40, 0.2, 40.0))
+def test_fp8_weights_move_with_their_reference(device: torch.device, scale: float) -> None:
+    """Logits that grow from key to key move the reference of the weights again and again."""
+    case = VerifyCase(
+        seed=13, device=device, dtype=torch.bfloat16, fp8=True, lengths=(900, 900), q_lens=(3, 1),
+        dump="kv_head", logits_dtype=torch.float32, options={"softmax_scale": scale},
+    )  # fmt: skip
+    for b, length in enumerate(case.lengths):
+        for position in range(length):
+            key = case.k_cache[int(case.block_table[b, position // 16]), position % 16]
+            grown = key.float() * (position if b == 0 else length - position) / length
+            key.copy_(grown.to(key.dtype))
+    check_verify(case)
+
+
 @pytest.mark.parametrize("group", range(1, 17))
 @pytest.mark.parametrize("dump", ("token", "kv_head"))
 def test_group_sizes(device: torch.device, group: int, dump: str) -> None:
@@ -160,9 +212,10 @@ def test_request_whose_pages_are_all_bad(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("where", ("k", "v", "q"))
-def test_visible_nan_stays_in_its_request(device: torch.device, where: str) -> None:
+@pytest.mark.parametrize("fp8", (False, True))
+def test_visible_nan_stays_in_its_request(device: torch.device, fp8: bool, where: str) -> None:
     case = VerifyCase(
-        seed=6, device=device, dtype=case_dtype(device), lengths=(70, 90, 33), q_lens=(3, 4, 1),
+        seed=6, device=device, dtype=case_dtype(device), fp8=fp8, lengths=(70, 90, 33), q_lens=(3, 4, 1),
         dump="token",
     )  # fmt: skip
     clean = run(case)
@@ -182,9 +235,10 @@ def test_visible_nan_stays_in_its_request(device: torch.device, where: str) -> N
         assert_same_bits(got.logits[b, :n], clean.logits[b, :n], "logits of the other requests")
 
 
-def test_nan_outside_every_window_is_not_seen(device: torch.device) -> None:
+@pytest.mark.parametrize("fp8", (False, True))
+def test_nan_outside_every_window_is_not_seen(device: torch.device, fp8: bool) -> None:
     case = VerifyCase(
-        seed=7, device=device, dtype=case_dtype(device), lengths=(200,), q_lens=(3,), dump="kv_head",
+        seed=7, device=device, dtype=case_dtype(device), fp8=fp8, lengths=(200,), q_lens=(3,), dump="kv_head",
         options={"window_size": (40, 0)},
     )  # fmt: skip
     clean = run(case, **case.outputs(SENTINEL))
@@ -196,13 +250,14 @@ def test_nan_outside_every_window_is_not_seen(device: torch.device) -> None:
         assert_same_bits(getattr(got, name), getattr(clean, name), name)
 
 
-def test_unused_slots_do_not_matter_bitwise(device: torch.device) -> None:
+@pytest.mark.parametrize("fp8", (False, True))
+def test_unused_slots_do_not_matter_bitwise(device: torch.device, fp8: bool) -> None:
     case = VerifyCase(
-        seed=8, device=device, dtype=torch.bfloat16, lengths=(3, 70), q_lens=(1, 3), dump="token"
+        seed=8, device=device, dtype=torch.bfloat16, fp8=fp8, lengths=(3, 70), q_lens=(1, 3), dump="token"
     )
     poisoned = run(case, **case.outputs(SENTINEL))
     for cache in (case.k_cache, case.v_cache):
-        cache.nan_to_num_(0.0)
+        cache.copy_(cache.float().nan_to_num(0.0).to(cache.dtype))
     zeroed = run(case, **case.outputs(SENTINEL))
     assert_same_bits(poisoned.out, zeroed.out, "out")
     assert poisoned.logits is not None and zeroed.logits is not None
@@ -210,10 +265,11 @@ def test_unused_slots_do_not_matter_bitwise(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dump", DUMPS)
-def test_batch_invariant(device: torch.device, dump: str) -> None:
-    lengths, q_lens = (1500, 33, 1, 700, 2049), (7, 1, 1, 3, 5)
+@pytest.mark.parametrize("fp8", (False, True))
+def test_batch_invariant(device: torch.device, fp8: bool, dump: str) -> None:
+    lengths, q_lens = (1500, 33, 1, 700, 2049, 90), (7, 1, 1, 3, 5, 17)
     case = VerifyCase(
-        seed=9, device=device, dtype=torch.bfloat16, lengths=lengths, q_lens=q_lens, dump=dump,
+        seed=9, device=device, dtype=torch.bfloat16, fp8=fp8, lengths=lengths, q_lens=q_lens, dump=dump,
         options={"batch_invariant": True},
     )  # fmt: skip
     together = run(case, **case.outputs(SENTINEL))

@@ -94,22 +94,27 @@ bool describe(const VegasCacheView& view, const VegasPagedCache& cache, VegasDty
                ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)
                : nullptr;
   }();
-  constexpr int kElementBytes = 2;
+  const bool fp8 = dtype == VEGAS_FP8_E4M3;
+  const int element_bytes = fp8 ? 1 : 2;
+  // A row of a box is 128 bytes, unless all that there is takes 64.
+  const bool narrow = fp8 && cache.head_dim <= 64;
   const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(cache.head_dim), static_cast<cuuint64_t>(cache.num_heads_kv),
                                static_cast<cuuint64_t>(cache.page_size), static_cast<cuuint64_t>(cache.num_pages)};
   const int64_t steps[3] = {view.stride_head, view.stride_token, view.stride_page};
   cuuint64_t strides[3];
   for (int i = 0; i < 3; ++i) {
     if (steps[i] < 0) return false;
-    strides[i] = static_cast<cuuint64_t>(steps[i]) * kElementBytes;
+    strides[i] = static_cast<cuuint64_t>(steps[i]) * element_bytes;
   }
-  const cuuint32_t box_sizes[4] = {64, 1, static_cast<cuuint32_t>(box), 1};
+  const cuuint32_t box_sizes[4] = {fp8 && !narrow ? 128u : 64u, 1, static_cast<cuuint32_t>(box), 1};
   const cuuint32_t dense[4] = {1, 1, 1, 1};
+  const CUtensorMapDataType type = fp8                      ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : dtype == VEGAS_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return encode &&
-         encode(descriptor, dtype == VEGAS_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                4, const_cast<void*>(view.data), sizes, strides, box_sizes, dense, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+         encode(descriptor, type, 4, const_cast<void*>(view.data), sizes, strides, box_sizes, dense,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 CacheBoxes boxes_of(const VegasPagedCache& cache) {
@@ -132,7 +137,8 @@ int grid_for(int row_groups, int head_dim, int num_sms) {
 
 bool verify_hopper_takes(const VegasVerifyParams& p) {
   using namespace hopper;
-  if (p.cache.dtype == VEGAS_FP8_E4M3 || p.cache.head_dim > 256 || p.cache.head_dim % 8 != 0) return false;
+  const bool fp8 = p.cache.dtype == VEGAS_FP8_E4M3;
+  if (p.cache.head_dim > (fp8 ? 128 : 256) || p.cache.head_dim % (fp8 ? 16 : 8) != 0) return false;
   if (!portable::query_aligned(p)) return false;
   // The portable kernels write rows of logits faster.
   if (p.dump == VEGAS_DUMP_ROWS || p.dump == VEGAS_DUMP_ALL) return false;
@@ -161,7 +167,8 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
       p.batch,          rows,  p.max_seqlen_k, p.cache.num_heads_kv, p.num_heads_q / p.cache.num_heads_kv,
       p.cache.head_dim, summed};
   const SplitRule rule = rule_of(p.num_splits, p.batch_invariant);
-  const int row_groups = row_groups_for(rows, p.cache.head_dim);
+  const bool fp8 = p.cache.dtype == VEGAS_FP8_E4M3;
+  const int row_groups = fp8 ? 1 : row_groups_for(rows, p.cache.head_dim);
   int grid = grid_for(row_groups, p.cache.head_dim, num_sms);
   Workspace w;
   const size_t needed = lay_out(sizes, rule, row_groups, grid, static_cast<char*>(p.workspace), &w);
@@ -180,9 +187,10 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   const int dump_ctas = portable::dump_ctas(p, kDumpCtas, kFinishThreads);
   shape.finish_grid = dim3(row_ctas, shape.merges + ceil_div(dump_ctas, row_ctas), p.batch);
   const CacheBoxes boxes = boxes_of(p.cache);
-  return launch_status("flash_attn_with_logit_dump", p.q_dtype == VEGAS_FLOAT16
-                                                         ? launch_verify<__half>(p, w, boxes, shape, stream)
-                                                         : launch_verify<__nv_bfloat16>(p, w, boxes, shape, stream));
+  const auto launch = p.q_dtype == VEGAS_FLOAT16
+                          ? (fp8 ? launch_verify_fp8<__half> : launch_verify<__half>)
+                          : (fp8 ? launch_verify_fp8<__nv_bfloat16> : launch_verify<__nv_bfloat16>);
+  return launch_status("flash_attn_with_logit_dump", launch(p, w, boxes, shape, stream));
 }
 
 size_t verify_hopper_workspace(const VegasBounds& b) {
@@ -192,11 +200,11 @@ size_t verify_hopper_workspace(const VegasBounds& b) {
   if (num_multiprocessors(&num_sms) != cudaSuccess) return 0;
   const int64_t rows = int64_t{b.max_q_len} * (b.num_heads_q / b.num_heads_kv);
   size_t most = 0;
-  // A call within the bounds may have fewer rows, and so fewer row groups.
+  // A call within the bounds may have fewer rows, and so fewer row groups; with an fp8 cache it has one, for any rows.
   for (int row_groups = 1; row_groups <= row_groups_for(rows, b.head_dim); ++row_groups) {
-    const bool own = row_groups == row_groups_for(rows, b.head_dim);
+    const bool all = row_groups == 1 || row_groups == row_groups_for(rows, b.head_dim);
     const Sizes sizes = {b.max_batch,
-                         own ? rows : 64 * row_groups,
+                         all ? rows : 64 * row_groups,
                          b.max_seqlen_k,
                          b.num_heads_kv,
                          b.num_heads_q / b.num_heads_kv,

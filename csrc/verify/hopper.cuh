@@ -9,20 +9,13 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
 
+#include "verify/hopper_fp8.cuh"
 #include "verify/hopper_guides.cuh"
 #include "verify/hopper_load.cuh"
 
 namespace vegas_ops::hopper {
 
-using portable::exp2_approx;
-using portable::PackedRow;
-using portable::row_output;
-using portable::RowOutput;
-
 constexpr float kReferenceSlack = 8.0f;  // log2 units: weights stay below 2^8
-
-// tanh(x) for y = 2 log2(e) x, with an absolute error below 2^-22: enough for weights, and a few instructions.
-__device__ __forceinline__ float capped_share(float y) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(y)); }
 
 // A warpgroup that owns 64 packed rows.
 template <class T>
@@ -53,7 +46,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     // Descriptors are made anew for every tile: kept, they would cost the registers of a quarter of the scores.
     int own_group = group;
     asm volatile("" : "+r"(own_group));
-    return make_tensor(make_smem_ptr(reinterpret_cast<Mma*>(shared.query[own_group])), typename T::QueryLayout{});
+    return make_tensor(make_smem_ptr(reinterpret_cast<Mma*>(shared.rows.query[own_group])), typename T::QueryLayout{});
   };
   Tensor own_query =
       make_tensor<Mma>(partition_shape_A(qk, Shape<_64, Int<T::kQueryInRegisters ? T::kHeadDim : 16>>{}));
@@ -131,7 +124,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
       }
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        *reinterpret_cast<uint4*>(shared.query[group] + swizzled_offset<64>(row, first_segment + i)) = loaded[i];
+        *reinterpret_cast<uint4*>(shared.rows.query[group] + swizzled_offset<64>(row, first_segment + i)) = loaded[i];
       }
     }
     cutlass::arch::fence_view_async_shared();
@@ -343,7 +336,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     for (int stage = 0; stage < T::kStages; ++stage) {
       ClusterBarrier::init(&shared.keys_full[stage], 32 + 1);
       ClusterBarrier::init(&shared.values_full[stage], 32);
-      ClusterBarrier::init(&shared.keys_empty[stage], T::kRowGroups * 4 + (guided ? kGuideWarps : 0));
+      // Of an fp8 cache, the guide warps get products.
+      ClusterBarrier::init(&shared.keys_empty[stage], T::kRowGroups * 4 + (guided && !T::kFp8 ? kGuideWarps : 0));
       ClusterBarrier::init(&shared.values_empty[stage], T::kRowGroups * 4);
     }
     for (int slot = 0; slot < kSegmentSlots; ++slot) {
@@ -354,6 +348,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       for (int slot = 0; slot < T::kMailSlots; ++slot) {
         ClusterBarrier::init(&mail.full[slot], 1);
         ClusterBarrier::init(&mail.empty[slot], 1);
+      }
+    }
+    if constexpr (T::kFp8) {
+      ClusterBarrier::init(&shared.rows.guides_ready, kGuideWarps);
+      for (int slot = 0; slot < T::kGuideSlots; ++slot) {
+        ClusterBarrier::init(&shared.rows.guide_full[slot], kGroupWarps);
+        ClusterBarrier::init(&shared.rows.guide_empty[slot], kGuideWarps);
       }
     }
     cutlass::arch::fence_barrier_init();
@@ -379,7 +380,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
-    attend_rows<T>(p, w, boxes, shared);
+    if constexpr (T::kFp8) {
+      attend_columns<T>(p, w, shared);
+    } else {
+      attend_rows<T>(p, w, boxes, shared);
+    }
   }
 }
 

@@ -7,7 +7,7 @@
 
 namespace vegas_ops::hopper {
 
-// Boxes of `box` tokens by 64 columns of one KV head and page. A box divides a
+// Boxes of `box` tokens by 128 bytes (64 of a shorter row) of one KV head and page. A box divides a
 // page and a tile of keys; box 0: pages or strides allow none, and every tile is gathered.
 struct alignas(64) CacheBoxes {
   cute::TmaDescriptor k;

@@ -5,6 +5,20 @@
 
 namespace vegas_ops::hopper {
 
+// Of an fp8 cache: the guide columns, for the row group to multiply. Called by the guide warps, `thread` among them.
+template <class T>
+__device__ __forceinline__ void hand_guides(const VegasVerifyParams& p, const Segment& s, RowMemory<T>& rows,
+                                            int thread) {
+  constexpr int kColumns = portable::kGuideColumns;
+#pragma unroll 1
+  for (int task = thread; task < kColumns * (T::kHeadDim / 8); task += 32 * kGuideWarps) {
+    uint4 made[1];
+    portable::guide_column<typename T::Element>(p, s.request, s.kv_head, task % kColumns, task / kColumns, made);
+    *reinterpret_cast<uint4*>(rows.guides[task % kColumns] + task / kColumns * 8) = made[0];
+  }
+  arrive_as_warp(rows.guides_ready);
+}
+
 // Keys on the 16-row side of mma.m16n8k16, guide columns on the 8-column side; the guide warps share the keys of a
 // tile. Lanes read and keep whole segments of 16 bytes, whose words are their operands of two products: a product takes
 // its dimensions in any order, if only both sides have the same. Keys take turns within 8, so that the lanes that read
@@ -33,23 +47,95 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
   const int lag = paired && pair.receives();
   if (paired) await_pair();
   RingPosition<T::kStages> ring;
+  RingPosition<T::kGuideSlots> products_ring;
   SegmentReader<T> segments = {shared};
   for (const Segment* next; (next = segments.next()); segments.done()) {
     const Segment& s = *next;
     if (s.request.num_guides == 0 || s.row_tile > 0) {
-      for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
-        wait_barrier(shared.keys_full[ring.stage], ring.phase);
-        arrive_as_warp(shared.keys_empty[ring.stage]);
-        ring.advance();
+      if constexpr (!T::kFp8) {
+        for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
+          wait_barrier(shared.keys_full[ring.stage], ring.phase);
+          arrive_as_warp(shared.keys_empty[ring.stage]);
+          ring.advance();
+        }
       }
       continue;
     }
     portable::GuideDump dump;
     portable::describe_guides(dump, p, s.request, s.index, s.kv_head, s.kv_head / w.heads_per_part,
                               p.cache.num_heads_kv / w.heads_per_part, w.dump);
-    uint4 query[kSteps];
-    portable::guide_column<Element>(p, s.request, s.kv_head, lane / 4 % portable::kGuideColumns, lane % 4, query);
+    uint4 query[T::kFp8 ? 1 : kSteps];
+    if constexpr (T::kFp8) {
+      if (s.first_tile < s.end_tile) hand_guides<T>(p, s, shared.rows, 32 * guide_warp + lane);
+    } else {
+      portable::guide_column<Element>(p, s.request, s.kv_head, lane / 4 % portable::kGuideColumns, lane % 4, query);
+    }
     const float scale = p.softmax_scale * portable::descale_of(p.cache.k, s.index, s.kv_head);
+    // Of this lane's keys of the next tile; returns a bit per key that exists.
+    const auto multiply = [&](float (&products)[2][kOwnKeys]) __attribute__((always_inline)) {
+      wait_barrier(shared.keys_full[ring.stage], ring.phase);
+      const char* keys = shared.keys[ring.stage] + lane_offset;
+      // Products of even and odd words are chains of their own.
+      float x[kProducts][4] = {};
+      float odd[kProducts][4] = {};
+      uint32_t valid = 0;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        // The swizzle depends on the row within 8 alone, so 8 rows further is 1024 bytes further.
+        const char* from = keys + (lane_offset ^ 64 * (k % 2)) - lane_offset + k / 2 * (T::kTileKeys * 128);
+        uint4 rows[kProducts][2];
+#pragma unroll
+        for (int m = 0; m < kProducts; ++m) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) rows[m][i] = *reinterpret_cast<const uint4*>(from + (2 * m + i) * 1024);
+        }
+        if (k + 1 == kSteps) {
+          valid = shared.valid[ring.stage].words[own_column / 32] >> own_column % 32;
+          arrive_as_warp(shared.keys_empty[ring.stage]);
+        }
+#pragma unroll
+        for (int m = 0; m < kProducts; ++m) {
+          const uint32_t even_words[4] = {rows[m][0].x, rows[m][1].x, rows[m][0].y, rows[m][1].y};
+          const uint32_t odd_words[4] = {rows[m][0].z, rows[m][1].z, rows[m][0].w, rows[m][1].w};
+          portable::mma<Element>(x[m], even_words, query[k].x, query[k].y);
+          portable::mma<Element>(odd[m], odd_words, query[k].z, query[k].w);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kProducts; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[m][i] += odd[m][i];
+      }
+      ring.advance();
+
+      if (token) {
+        // Its four terms are in two columns each of neighbours.
+#pragma unroll
+        for (int m = 0; m < kProducts; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; i += 2) {
+            x[m][i] += x[m][i + 1];
+            x[m][i] += __shfl_xor_sync(0xffffffffu, x[m][i], 1);
+            x[m][i + 1] = x[m][i];
+          }
+        }
+      }
+      float own[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        own[i] = x[0][i];
+#pragma unroll
+        for (int m = 1; m < kProducts; ++m) own[i] = own_product == m ? x[m][i] : own[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kOwnKeys; ++i) {
+#pragma unroll
+        for (int g = 0; g < 2; ++g) {
+          products[g][i] = kOwnKeys == 2 ? own[2 * i + g] : own_half == 0 ? own[g] : own[2 + g];
+        }
+      }
+      return valid;
+    };
     RowNorm norm[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};  // of this lane's keys
     float held[kOwnKeys] = {};                                 // parts of the tile before
     int key = s.template key_of<T::kTileKeys>(s.first_tile) + own_column;
@@ -58,59 +144,18 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
 #pragma unroll
       for (int i = 0; i < kOwnKeys; ++i) logits[0][i] = logits[1][i] = -INFINITY;
       if (tile < s.end_tile) {
-        wait_barrier(shared.keys_full[ring.stage], ring.phase);
-        const char* keys = shared.keys[ring.stage] + lane_offset;
-        // Products of even and odd words are chains of their own.
-        float x[kProducts][4] = {};
-        float odd[kProducts][4] = {};
-        uint32_t valid = 0;
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          // The swizzle depends on the row within 8 alone, so 8 rows further is 1024 bytes further.
-          const char* from = keys + (lane_offset ^ 64 * (k % 2)) - lane_offset + k / 2 * (T::kTileKeys * 128);
-          uint4 rows[kProducts][2];
-#pragma unroll
-          for (int m = 0; m < kProducts; ++m) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) rows[m][i] = *reinterpret_cast<const uint4*>(from + (2 * m + i) * 1024);
-          }
-          if (k + 1 == kSteps) {
-            valid = shared.valid[ring.stage].words[own_column / 32] >> own_column % 32;
-            arrive_as_warp(shared.keys_empty[ring.stage]);
-          }
-#pragma unroll
-          for (int m = 0; m < kProducts; ++m) {
-            const uint32_t even_words[4] = {rows[m][0].x, rows[m][1].x, rows[m][0].y, rows[m][1].y};
-            const uint32_t odd_words[4] = {rows[m][0].z, rows[m][1].z, rows[m][0].w, rows[m][1].w};
-            portable::mma<Element>(x[m], even_words, query[k].x, query[k].y);
-            portable::mma<Element>(odd[m], odd_words, query[k].z, query[k].w);
-          }
-        }
-#pragma unroll
-        for (int m = 0; m < kProducts; ++m) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) x[m][i] += odd[m][i];
-        }
-        ring.advance();
-
-        if (token) {
-          // Its four terms are in two columns each of neighbours.
-#pragma unroll
-          for (int m = 0; m < kProducts; ++m) {
-#pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-              x[m][i] += x[m][i + 1];
-              x[m][i] += __shfl_xor_sync(0xffffffffu, x[m][i], 1);
-              x[m][i + 1] = x[m][i];
-            }
-          }
-        }
-        float own[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          own[i] = x[0][i];
-#pragma unroll
-          for (int m = 1; m < kProducts; ++m) own[i] = own_product == m ? x[m][i] : own[i];
+        float products[2][kOwnKeys];
+        uint32_t valid;
+        if constexpr (T::kFp8) {
+          wait_barrier(shared.rows.guide_full[products_ring.stage], products_ring.phase);
+          const float2 received = shared.rows.guide_products[products_ring.stage][own_column];
+          valid = shared.rows.guide_valid[products_ring.stage].words[own_column / 32] >> own_column % 32;
+          arrive_as_warp(shared.rows.guide_empty[products_ring.stage]);
+          products_ring.advance();
+          products[0][0] = received.x;
+          products[1][0] = received.y;
+        } else {
+          valid = multiply(products);
         }
 #pragma unroll
         for (int i = 0; i < kOwnKeys; ++i) {
@@ -118,8 +163,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
           const bool exists = valid >> 8 * i & 1;
 #pragma unroll
           for (int g = 0; g < 2; ++g) {
-            float value = kOwnKeys == 2 ? own[2 * i + g] : own_half == 0 ? own[g] : own[2 + g];
-            value *= scale;
+            float value = products[g][i] * scale;
             if (p.softcap > 0.0f) value = p.softcap * tanhf(value / p.softcap);
             logits[g][i] = exists && dump.sees(g, at) ? value : -INFINITY;
           }

@@ -1,4 +1,4 @@
-// Body of hopper_bf16.cu and hopper_fp16.cu: the kernels of one query type.
+// Body of hopper_bf16.cu, hopper_fp16.cu and those for fp8 caches: the kernels of one query type.
 #pragma once
 
 #include <stddef.h>
@@ -60,6 +60,18 @@ cudaError_t launch_verify(const VegasVerifyParams& p, const Workspace& w, const 
     default:
       return launch_instance<Traits<Element, 256, 1, 64>>(p, w, boxes, shape, stream);
   }
+}
+
+template <class Element>
+cudaError_t launch_verify_fp8(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
+                              const LaunchShape& shape, cudaStream_t stream) {
+  const bool few = w.tile_rows <= 32;
+  if (p.cache.head_dim <= 64) {
+    return few ? launch_instance<Fp8Traits<Element, 64, 32>>(p, w, boxes, shape, stream)
+               : launch_instance<Fp8Traits<Element, 64, 64>>(p, w, boxes, shape, stream);
+  }
+  return few ? launch_instance<Fp8Traits<Element, 128, 32>>(p, w, boxes, shape, stream)
+             : launch_instance<Fp8Traits<Element, 128, 64>>(p, w, boxes, shape, stream);
 }
 
 }  // namespace vegas_ops::hopper

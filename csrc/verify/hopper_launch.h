@@ -37,9 +37,12 @@ struct LaunchShape {
   int merges;        // pairs of a row tile and KV head
 };
 
-// Both kernels of a call.
+// Both kernels of a call: with a cache of the query's type, and with an fp8 cache.
 template <class Element>
 cudaError_t launch_verify(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
                           const LaunchShape& shape, cudaStream_t stream);
+template <class Element>
+cudaError_t launch_verify_fp8(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
+                              const LaunchShape& shape, cudaStream_t stream);
 
 }  // namespace vegas_ops::hopper

@@ -20,12 +20,13 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
   int value_warp = threadIdx.x / 32 == kValueWarp;
   const int num_pages = p.cache.num_pages < INT_MAX ? static_cast<int>(p.cache.num_pages) : INT_MAX;
   constexpr int kKeysPerLane = T::kTileKeys / 32;
-  constexpr int kRowsPerCopy = 32 / T::kSegments;
-  const int segment = lane % T::kSegments;
-  const bool segment_exists = segment * 8 < p.cache.head_dim;
+  using Tile = CacheTile<T>;
+  constexpr int kRowsPerCopy = 32 / Tile::kSegments;
+  const int segment = lane % Tile::kSegments;
+  const bool segment_exists = segment * (16 / T::kCacheBytes) < p.cache.head_dim;
   const bool full_rows = p.cache.head_dim == T::kHeadDim;
-  const int lane_row = lane / T::kSegments;
-  const int lane_offset = swizzled_offset<T::kTileKeys>(lane_row, segment);
+  const int lane_row = lane / Tile::kSegments;
+  const int lane_offset = swizzled_offset<T::kTileKeys, Tile::kBlockBytes>(lane_row, segment);
   const int num_boxes = boxes.box > 0 ? T::kTileKeys / boxes.box : 0;
 
   RingPosition<T::kStages> ring;
@@ -94,7 +95,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
           slot[j] = __shfl_sync(0xffffffffu, box_slot, row / boxes.box) + row % boxes.box;
         }
         const bool exists = page[j] >= 0 && page[j] < num_pages;
-        offset[j] = exists ? (page[j] * view.stride_page + slot[j] * view.stride_token) * 2 : -1;
+        offset[j] = exists ? (page[j] * view.stride_page + slot[j] * view.stride_token) * T::kCacheBytes : -1;
         valid.words[j] = __ballot_sync(0xffffffffu, exists);
       }
       look_up(tile + 1);
@@ -132,17 +133,18 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
           for (int i = 0; i < kBatch; ++i) {
             if (first_box + i >= num_boxes) break;
 #pragma unroll
-            for (int column = 0; column < T::kHeadDim / 64; ++column) {
-              cute::SM90_TMA_LOAD_4D::copy(values ? &boxes.v : &boxes.k, full, static_cast<uint64_t>(hint),
-                                           target + column * (T::kTileKeys * 128) + (first_box + i) * boxes.box * 128,
-                                           column * 64, kv_head, slots[i], pages[i]);
+            for (int block = 0; block < Tile::kBlocks; ++block) {
+              cute::SM90_TMA_LOAD_4D::copy(
+                  values ? &boxes.v : &boxes.k, full, static_cast<uint64_t>(hint),
+                  target + (block * T::kTileKeys + (first_box + i) * boxes.box) * Tile::kBlockBytes,
+                  block * Tile::kBlockColumns, kv_head, slots[i], pages[i]);
             }
           }
         }
         continue;
       }
       const char* data = static_cast<const char*>(view.data);
-      const char* base = data + view.stride_head * 2 * kv_head + segment * 16;
+      const char* base = data + view.stride_head * T::kCacheBytes * kv_head + segment * 16;
       const auto gather = [&](bool all) {
 #pragma unroll
         for (int j = 0; j < kKeysPerLane; ++j) {
@@ -151,7 +153,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
             const int64_t from = __shfl_sync(0xffffffffu, offset[j], row + lane_row);
             const bool read = all || (from >= 0 && segment_exists);
             // The swizzle of `row` and `lane_row` uses different bits.
-            char* to = target + (lane_offset ^ (row & 7) * 16) + (32 * j + row) * 128;
+            char* to = target + (lane_offset ^ (row & 7) * 16) + (32 * j + row) * Tile::kBlockBytes;
             cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
                 *reinterpret_cast<const cute::uint128_t*>(read ? base + from : data),
                 *reinterpret_cast<cute::uint128_t*>(to), read);

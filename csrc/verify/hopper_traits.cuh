@@ -14,10 +14,15 @@
 
 namespace vegas_ops::hopper {
 
+using portable::exp2_approx;
 using portable::kLog2e;
+using portable::PackedRow;
+using portable::row_output;
 using portable::RowNorm;
+using portable::RowOutput;
 
 constexpr int kGroupThreads = 128;
+constexpr int kGroupWarps = kGroupThreads / 32;
 constexpr int kValueWarp = 1;  // warp 0 loads keys
 constexpr int kFirstGuideWarp = 2;
 constexpr int kGuideWarps = 2;
@@ -26,11 +31,17 @@ constexpr int kProducerBarrier = 1 + kMaxRowGroups;
 constexpr int kGuideBarrier = kProducerBarrier + 1;
 constexpr int kSegmentSlots = 2;  // segments that the CTA's roles may be apart
 
+template <class Element>
+using MmaElement = std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
+
 // One kernel: query type, padded head dimension, how many warpgroups own 64 packed rows each, and keys of a tile.
 template <class Element_, int kHeadDim_, int kRowGroups_, int kTileKeys_>
 struct Traits {
   using Element = Element_;
-  using Mma = std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
+  using Mma = MmaElement<Element>;
+  static constexpr bool kFp8 = false;
+  static constexpr int kCacheBytes = 2;  // of an element
+  static constexpr int kGuideSlots = 1;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kTileKeys = kTileKeys_;
@@ -78,10 +89,63 @@ struct Traits {
   static_assert(kStages >= 2, "the ring needs two stages");
 };
 
-// Tiles are blocks of 64 columns, rows of 128 bytes swizzled by the 8: byte offset of a 16-byte segment.
-template <int kTileRows>
+// A kernel for fp8 caches: query type, padded head dimension, and packed rows of the one warpgroup that owns rows.
+template <class Element_, int kHeadDim_, int kRows_>
+struct Fp8Traits {
+  using Element = Element_;
+  using Mma = MmaElement<Element>;
+  static constexpr bool kFp8 = true;
+  static constexpr int kCacheBytes = 1;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kRowGroups = 1;
+  static constexpr int kTileKeys = 64;
+  static constexpr int kRows = kRows_;
+  static constexpr int kThreads = 2 * kGroupThreads;
+  static constexpr int kCtasPerSm = ctas_per_sm(1, kHeadDim);
+  static constexpr bool kMayPair = may_pair(1, kHeadDim);
+  static constexpr int kProducerRegisters = kRows * kHeadDim == 64 * 128 ? 88 : 96;
+  static constexpr int kConsumerRegisters = 256 - kProducerRegisters;
+  // Whether registers allow the operands of both products at once.
+  static constexpr bool kOverlaps = kRows * kHeadDim <= 64 * 64;
+  static constexpr int kTileBytes = kTileKeys * kHeadDim;
+  static constexpr int kGuideSlots = 4;  // tiles whose products with guide rows wait for the guide warps
+  static constexpr int kMailSlots = 2;
+  static constexpr int kSharedPerSm = 228 * 1024;
+  static constexpr int kReservedPerCta = 1024;
+  static constexpr int kRowBytes = kRows * (kHeadDim * 2 + 2 * kTileKeys * 2);  // queries, and weights of two tiles
+  static constexpr int kMiscBytes = 5120 + kRows * 48 + 8 * kHeadDim;
+  static constexpr int kRingBytes = kSharedPerSm / kCtasPerSm - kReservedPerCta - kMiscBytes - kRowBytes;
+  static constexpr int kStages = kRingBytes / (2 * kTileBytes) < 8 ? kRingBytes / (2 * kTileBytes) : 8;
+
+  // Keys are the rows of both products, packed rows their columns.
+  using QkMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Mma, Mma, float, cute::Shape<cute::_64, cute::Int<kRows>, cute::Int<kHeadDim>>>()));
+  using PvMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<cute::half_t, cute::half_t, float,
+                                 cute::Shape<cute::_64, cute::Int<kRows>, cute::Int<kTileKeys>>>()));
+  using QueryLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Mma>{},
+                                                   cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>>{}));
+  using WeightLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<cute::half_t>{},
+                                                    cute::Shape<cute::Int<kRows>, cute::Int<kTileKeys>>{}));
+};
+
+// How a tile of the cache lies in shared memory: blocks of columns, whose rows are swizzled as the copy engine does it.
+template <class T>
+struct CacheTile {
+  static constexpr int kRowBytes = T::kHeadDim * T::kCacheBytes;
+  static constexpr int kSegments = kRowBytes / 16;                       // of 16 bytes, in a row
+  static constexpr int kBlockBytes = kRowBytes < 128 ? kRowBytes : 128;  // of a row
+  static constexpr int kBlocks = kRowBytes / kBlockBytes;
+  static constexpr int kBlockColumns = kBlockBytes / T::kCacheBytes;
+};
+
+// Blocks of columns, rows of 128 (64) bytes swizzled by the 8 (by the 4 pairs): byte offset of a 16-byte segment.
+template <int kTileRows, int kBlockBytes = 128>
 __device__ __forceinline__ int swizzled_offset(int row, int segment) {
-  return (segment / 8) * (kTileRows * 128) + row * 128 + ((segment ^ row) & 7) * 16;
+  constexpr int kSegments = kBlockBytes / 16;
+  const int turn = kBlockBytes == 128 ? row : row / 2;
+  return segment / kSegments * (kTileRows * kBlockBytes) + row * kBlockBytes +
+         ((segment ^ turn) & (kSegments - 1)) * 16;
 }
 
 // A bit per key of a tile.
@@ -105,11 +169,46 @@ struct Mail {
   float parts[T::kMailSlots][T::kTileKeys / kGuideWarps];
 };
 
+// tanh(x) for y = 2 log2(e) x, with an absolute error below 2^-22: enough for weights, and a few instructions.
+__device__ __forceinline__ float capped_share(float y) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(y)); }
+
+// What row groups keep in shared memory.
+template <class T, bool kFp8 = T::kFp8>
+struct RowMemory {
+  alignas(1024) char query[T::kRowGroups][64 * T::kHeadDim * 2];
+};
+
+// An output row: where it goes, and what the accumulated values are multiplied with.
+template <class Element>
+struct OutputRow {
+  Element* out;
+  float factor;
+  bool keyless;  // zeros instead
+};
+
+template <class T>
+struct RowMemory<T, true> {
+  static constexpr int kGuidePadding = 16;  // elements: the columns of a product are then read from different banks
+
+  alignas(1024) char query[T::kRows * T::kHeadDim * 2];
+  alignas(1024) char weights[2][T::kRows * T::kTileKeys * 2];
+  typename T::Element guides[portable::kGuideColumns][T::kHeadDim + kGuidePadding];
+  float2 guide_products[T::kGuideSlots][T::kTileKeys];  // of both guide rows
+  KeyMask<T::kTileKeys> guide_valid[T::kGuideSlots];
+  uint64_t guide_full[T::kGuideSlots];
+  uint64_t guide_empty[T::kGuideSlots];
+  uint64_t guides_ready;
+  float exchange[kGroupWarps][T::kRows];  // maxima or sums of a warp's keys
+  float base[T::kRows];                   // of the weights, log2 units; -FLT_MAX: no key yet
+  int2 seen[T::kRows];                    // first and last key
+  OutputRow<typename T::Element> output[T::kRows];
+};
+
 template <class T>
 struct SharedMemory {
   alignas(1024) char keys[T::kStages][T::kTileBytes];
   alignas(1024) char values[T::kStages][T::kTileBytes];
-  alignas(1024) char query[T::kRowGroups][64 * T::kHeadDim * 2];
+  RowMemory<T> rows;
   KeyMask<T::kTileKeys> valid[T::kStages];
   uint64_t keys_full[T::kStages];
   uint64_t keys_empty[T::kStages];

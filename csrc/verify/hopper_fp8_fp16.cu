@@ -1,0 +1,6 @@
+#include "verify/hopper_instances.cuh"
+
+namespace vegas_ops::hopper {
+template cudaError_t launch_verify_fp8<__half>(const VegasVerifyParams&, const Workspace&, const CacheBoxes&,
+                                               const LaunchShape&, cudaStream_t);
+}
