@@ -185,6 +185,21 @@ def test_pages_that_nothing_reads_may_be_gone(device: torch.device) -> None:
 
 
 @under_the_check
+def test_workspace_that_is_not_zero_is_refused(device: torch.device) -> None:
+    workspace = vegas_ops.make_workspace(
+        "flash_attn_with_logit_dump", max_batch=3, max_q_len=3, max_seqlen_k=64, num_heads_q=4,
+        num_heads_kv=2, head_dim=64, device=device,
+    )  # fmt: skip
+    if device.type == "cpu" or torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("no words are exchanged there")
+    call = verify_call(device)
+    vegas_ops.flash_attn_with_logit_dump(**call, workspace=workspace)
+    workspace[12] = 5
+    with pytest.raises(ValueError, match="`workspace` must hold zeros .* got 0x5 in word 3"):
+        vegas_ops.flash_attn_with_logit_dump(**call, workspace=workspace)
+
+
+@under_the_check
 def test_capture_is_refused(device: torch.device) -> None:
     """The check waits for the device; a call under capture says so, and the next call works."""
     if device.type == "cpu":

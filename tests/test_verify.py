@@ -355,6 +355,26 @@ def test_long_context(device: torch.device) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dump", ("token", "token_weight"))
+@pytest.mark.parametrize("heads_kv", (1, 2, 3, 8, 16, 20))
+def test_sums_over_heads_within_wide_bounds(device: torch.device, heads_kv: int, dump: str) -> None:
+    """Where a dump may be large, CTAs exchange their heads' parts while they attend: in many turns here."""
+    long = 70_000 if device.type == "cuda" else 7_000
+    bound = 2**21 // heads_kv
+    for fp8, head_dim, rows, options in (
+        (False, 64, 3, {}), (False, 128, 5, {"batch_invariant": True}), (True, 128, 2, {"num_splits": 7}),
+        (False, 128, 4, {"window_size": (3000, 0), "softcap": 0.0}),
+    ):  # fmt: skip
+        check_verify(
+            VerifyCase(
+                seed=heads_kv, device=device, dtype=case_dtype(device), fp8=fp8, heads_q=heads_kv,
+                heads_kv=heads_kv, head_dim=head_dim, page_size=64, lengths=(long, 0, 900, 65),
+                q_lens=(rows, 0, 1, rows), dump=dump, wider=bound - long,
+                options={"max_seqlen_k": bound, **options},
+            )
+        )  # fmt: skip
+
+
 def test_dumped_rows_beyond_32_bits(device: torch.device) -> None:
     """The logits of the last request start beyond 2^31 elements."""
     lengths, q_lens = (20, 20, 20), (2, 2, 2)

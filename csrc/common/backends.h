@@ -20,7 +20,8 @@ const CpuKernels& cpu_kernels();
 #ifdef VEGAS_WITH_CUDA
 int verify_cuda(const VegasVerifyParams&, void* stream);
 size_t verify_cuda_workspace(const VegasBounds&);
-int verify_portable(const VegasVerifyParams&, void* stream);
+// Leaves the first `kept` bytes of the workspace alone.
+int verify_portable(const VegasVerifyParams&, size_t kept, void* stream);
 int select_cuda(const VegasSelectParams&, void* stream);
 int select_portable(const VegasSelectParams&, void* stream);
 int aggregate_portable(const VegasSelectParams&, void* stream);
@@ -40,6 +41,8 @@ bool on_hopper();
 bool verify_hopper_takes(const VegasVerifyParams&);
 int verify_hopper(const VegasVerifyParams&, void* stream);
 size_t verify_hopper_workspace(const VegasBounds&);
+// At the start of every workspace for verification; zeros between calls.
+size_t verify_hopper_ring_bytes();
 bool select_hopper_takes(const VegasSelectParams&);
 int select_hopper(const VegasSelectParams&, void* stream);
 #endif

@@ -38,12 +38,13 @@ enum class Value {
   kToken,
   kK,
   kPage,
+  kWorkspace,
 };
 
 struct Fault {
   Value value;
-  int32_t request;
-  int32_t column;  // of a list or a table; -1 for one value per request
+  int32_t request;  // or word of the workspace
+  int32_t column;   // of a list or a table; -1 for one value per request
   int32_t got;
   int64_t low;  // what would have been right: [low, high]
   int64_t high;
@@ -58,6 +59,12 @@ VEGAS_HOST_DEVICE inline bool is_fault(Fault* fault, Value value, int request, i
 }
 
 inline int report(const Fault& fault) {
+  if (fault.value == Value::kWorkspace) {
+    return fail(VEGAS_INVALID_ARGUMENT,
+                "`workspace` must hold zeros where a call's CTAs exchange words, got %#x in word %d: zero it once, and "
+                "use it for no other op, nor on two streams at a time",
+                fault.got, fault.request);
+  }
   struct Text {
     const char* name;
     const char* bound;
@@ -88,6 +95,7 @@ inline int report(const Fault& fault) {
         return {"k", "at most `max_k` of the candidates"};
       case Value::kPage:
         return {"block_table", "pages of the cache"};
+      case Value::kWorkspace:
       case Value::kNone:
         break;
     }

@@ -10,7 +10,7 @@ namespace vegas_ops::portable {
 
 constexpr int kGuideColumns = 4;  // that differ; the other columns of a product repeat them
 
-// KV heads, or several together, leave their parts of a summed dump in the workspace. For every kPartKeys keys all
+// KV heads leave their parts of a summed dump in the workspace. For every kPartKeys keys all
 // parts lie side by side: they are written at about the same time, and memory then serves them as one.
 constexpr int kPartKeys = 32;
 
@@ -168,6 +168,13 @@ __device__ inline void describe_guides(GuideDump& dump, const VegasVerifyParams&
   }
 }
 
+// What a summed dump says of a key. Weights may overflow where the hint is far from the row's own normaliser; NaN
+// stays.
+__device__ __forceinline__ float summed_logit(const VegasVerifyParams& p, float total, bool masked) {
+  if (masked) return -INFINITY;
+  return p.dump == VEGAS_DUMP_TOKEN_WEIGHT && total > FLT_MAX ? FLT_MAX : total;
+}
+
 // Called by `threads` threads of `ctas` CTAs: logits[b, key] = sum of the parts, in the order of their heads. Keys that
 // no row attends have no parts, and are masked.
 __device__ inline void reduce_dump(const VegasVerifyParams& p, const float* dump, int parts,
@@ -195,43 +202,39 @@ __device__ inline void reduce_dump(const VegasVerifyParams& p, const float* dump
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (key + i >= dump_len) break;
-      // Weights may overflow where the hint is far from the row's own normaliser; NaN stays.
-      if (p.dump == VEGAS_DUMP_TOKEN_WEIGHT && total[i] > FLT_MAX) total[i] = FLT_MAX;
-      logits[key + i] = masked[i] ? -INFINITY : total[i];
+      logits[key + i] = summed_logit(p, total[i], masked[i]);
     }
   }
 }
 
-// The same for a kv_head dump, whose parts are its planes: only what no row attends is left to do.
-__device__ inline void mask_planes(const VegasVerifyParams& p, const VerifyRequest& request, int b, int cta, int ctas,
-                                   int threads) {
+// Masks what no row attends, the rest of dumps that are written while keys are attended.
+__device__ inline void mask_dump(const VegasVerifyParams& p, const VerifyRequest& request, int b, int cta, int ctas,
+                                 int threads) {
   if (request.num_guides == 0) return;
-  for (int kv_head = 0; kv_head < p.cache.num_heads_kv; ++kv_head) {
+  const bool planes = p.dump == VEGAS_DUMP_KV_HEAD;
+  float* logits = static_cast<float*>(p.logits) + b * p.logits_stride[0];
+  for (int kv_head = 0; kv_head < (planes ? p.cache.num_heads_kv : 1); ++kv_head) {
     GuideDump dump;
     describe_guides(dump, p, request, b, kv_head, 0, 1, nullptr);
     for (int key = cta * threads + threadIdx.x; key < dump.length; key += ctas * threads) {
-      if (key < request.first_key || key >= request.end_key) dump.write(key, -INFINITY, -INFINITY);
+      if (key >= request.first_key && key < request.end_key) continue;
+      if (planes) {
+        dump.write(key, -INFINITY, -INFINITY);
+      } else {
+        logits[key] = -INFINITY;
+      }
     }
   }
 }
 
-// How many CTAs finish a request's dump; all requests' are about `most`.
-inline int dump_ctas(const VegasVerifyParams& p, int most, int threads) {
-  const bool summed = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT;
-  const bool masked = p.dump == VEGAS_DUMP_KV_HEAD && (p.window_left >= 0 || p.window_right >= 0);
-  if (!summed && !masked) return 0;
+// How many CTAs finish a request's dump; all requests' are about `most`. `parts`: the last launch adds up parts.
+inline int dump_ctas(const VegasVerifyParams& p, bool parts, int most, int threads) {
+  const bool guided = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD;
+  const bool masks = guided && (p.window_left >= 0 || p.window_right >= 0);
+  if (!parts && !masks) return 0;
   const int needed = ceil_div(p.max_seqlen_k, 4 * threads);
   const int wanted = ceil_div(most, p.batch);
   return needed < wanted ? needed : wanted;
-}
-
-__device__ inline void finish_dump(const VegasVerifyParams& p, const float* dump, int parts,
-                                   const VerifyRequest& request, int b, int cta, int ctas, int threads) {
-  if (p.dump == VEGAS_DUMP_KV_HEAD) {
-    mask_planes(p, request, b, cta, ctas, threads);
-  } else {
-    reduce_dump(p, dump, parts, request, b, cta, ctas, threads);
-  }
 }
 
 // Adds logits to a lane's running norm of a guide row.

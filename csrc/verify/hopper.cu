@@ -2,6 +2,7 @@
 // split among CTAs and adds up the KV heads' parts of a summed dump.
 #include <cuda.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "common/backends.h"
@@ -22,7 +23,8 @@ constexpr int kMaxRowCtas = 2048;
 constexpr int kMaxBatch = 4096;   // every CTA looks at all requests
 constexpr int kMaxPairs = 60000;  // of a row tile and KV head, of a request: a dimension of the last launch
 constexpr int kMaxForcedSplits = 16;
-constexpr int64_t kPairedBytes = 8 << 20;  // of a dump's parts: fewer stay in the L2 cache
+
+constexpr int64_t kRingFrom = 8 << 20;  // bytes of a dump's parts: fewer stay in the L2 cache
 
 // What sizes a workspace.
 struct Sizes {
@@ -47,7 +49,12 @@ int even_teams(int most, int64_t pairs) {
   return static_cast<int>(even) >= most - most / 20 ? static_cast<int>(even) : most;
 }
 
-size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int grid, char* base, Workspace* w) {
+// Of all teams: any team that uses it has kMinTileKeys keys of kMostRingTiles tiles for each of its CTAs, twice as many
+// where there is one CTA per SM.
+size_t ring_bytes(int num_sms) { return size_t{2} * num_sms * kMostRingTiles * kMinTileKeys * sizeof(uint32_t); }
+
+size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int num_sms, char* base, Workspace* w) {
+  const int grid = ctas_per_sm(row_groups, portable::padded_head_dim(b.head_dim)) * num_sms;
   size_t size = 0;
   auto take = [&](int64_t bytes) {
     char* at = base ? base + size : nullptr;
@@ -69,11 +76,16 @@ size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int grid, char* b
   w->group_rows = cutlass::FastDivmod(64 * row_groups);
   w->tile_rows = static_cast<int>(b.rows < 64 * row_groups ? b.rows : 64 * row_groups);
   w->norm_rows = w->tile_rows + 2;
+  const int64_t part_bytes = b.summed ? b.batch * portable::part_floats(b.num_heads_kv, b.keys) * sizeof(float) : 0;
+  const bool ring = part_bytes >= kRingFrom && grid == 2 * num_sms && w->team > 1 && w->team <= kMostRingTiles;
+  w->ring_tiles = ring ? std::min(kMostRingTiles / w->team, kMostPending) * w->team : 0;
+  w->ring = reinterpret_cast<uint32_t*>(take(ring_bytes(num_sms)));  // first, for it must lie where no call has others
   w->requests = reinterpret_cast<RequestPlan*>(take(b.batch * sizeof(RequestPlan)));
   w->partial_norm = reinterpret_cast<float2*>(take(slots * w->norm_rows * sizeof(float2)));
   w->partial_output = reinterpret_cast<float*>(take(slots * w->tile_rows * padded * sizeof(float)));
-  w->dump = reinterpret_cast<float*>(
-      take(b.summed ? b.batch * portable::part_floats(b.num_heads_kv, b.keys) * sizeof(float) : 0));
+  // Calls within the same bounds may be too small for the ring.
+  float* parts = reinterpret_cast<float*>(take(ring ? kRingFrom : part_bytes));
+  w->dump = ring || !b.summed ? nullptr : parts;
   return size;
 }
 
@@ -128,10 +140,6 @@ CacheBoxes boxes_of(const VegasPagedCache& cache) {
   return boxes;
 }
 
-int grid_for(int row_groups, int head_dim, int num_sms) {
-  return ctas_per_sm(row_groups, portable::padded_head_dim(head_dim)) * num_sms;
-}
-
 }  // namespace
 }  // namespace hopper
 
@@ -169,28 +177,28 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   const SplitRule rule = rule_of(p.num_splits, p.batch_invariant);
   const bool fp8 = p.cache.dtype == VEGAS_FP8_E4M3;
   const int row_groups = fp8 ? 1 : row_groups_for(rows, p.cache.head_dim);
-  int grid = grid_for(row_groups, p.cache.head_dim, num_sms);
   Workspace w;
-  const size_t needed = lay_out(sizes, rule, row_groups, grid, static_cast<char*>(p.workspace), &w);
+  const size_t needed = lay_out(sizes, rule, row_groups, num_sms, static_cast<char*>(p.workspace), &w);
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
-  const int64_t part_bytes = p.batch * portable::part_floats(p.cache.num_heads_kv, p.max_seqlen_k) * sizeof(float);
-  const bool pairs = summed && part_bytes >= kPairedBytes && w.team % 2 == 0 &&
-                     may_pair(row_groups, portable::padded_head_dim(p.cache.head_dim));
-  w.heads_per_part = pairs ? 2 : 1;
-  LaunchShape shape = {row_groups, 1 << w.tile_shift, dim3(w.team, w.teams.divisor), w.heads_per_part};
+  LaunchShape shape = {row_groups, 1 << w.tile_shift, dim3(w.team, w.teams.divisor)};
   shape.merges =
       p.max_seqlen_k > kMinTileKeys ? static_cast<int>(sizes.row_tiles(row_groups)) * p.cache.num_heads_kv : 0;
   // A CTA merges one row where there are few, which then have many chunks.
   shape.rows_per_cta = int64_t{p.batch} * shape.merges * w.norm_rows <= kMaxRowCtas ? 1 : kFinishWarps;
   const int row_ctas = ceil_div(w.norm_rows, shape.rows_per_cta);
-  const int dump_ctas = portable::dump_ctas(p, kDumpCtas, kFinishThreads);
+  const int dump_ctas = portable::dump_ctas(p, w.dump != nullptr, kDumpCtas, kFinishThreads);
   shape.finish_grid = dim3(row_ctas, shape.merges + ceil_div(dump_ctas, row_ctas), p.batch);
   const CacheBoxes boxes = boxes_of(p.cache);
   const auto launch = p.q_dtype == VEGAS_FLOAT16
                           ? (fp8 ? launch_verify_fp8<__half> : launch_verify<__half>)
                           : (fp8 ? launch_verify_fp8<__nv_bfloat16> : launch_verify<__nv_bfloat16>);
   return launch_status("flash_attn_with_logit_dump", launch(p, w, boxes, shape, stream));
+}
+
+size_t verify_hopper_ring_bytes() {
+  int num_sms;
+  return num_multiprocessors(&num_sms) == cudaSuccess ? hopper::ring_bytes(num_sms) : 0;
 }
 
 size_t verify_hopper_workspace(const VegasBounds& b) {
@@ -200,20 +208,15 @@ size_t verify_hopper_workspace(const VegasBounds& b) {
   if (num_multiprocessors(&num_sms) != cudaSuccess) return 0;
   const int64_t rows = int64_t{b.max_q_len} * (b.num_heads_q / b.num_heads_kv);
   size_t most = 0;
-  // A call within the bounds may have fewer rows, and so fewer row groups; with an fp8 cache it has one, for any rows.
-  for (int row_groups = 1; row_groups <= row_groups_for(rows, b.head_dim); ++row_groups) {
-    const bool all = row_groups == 1 || row_groups == row_groups_for(rows, b.head_dim);
-    const Sizes sizes = {b.max_batch,
-                         all ? rows : 64 * row_groups,
-                         b.max_seqlen_k,
-                         b.num_heads_kv,
-                         b.num_heads_q / b.num_heads_kv,
-                         b.head_dim,
-                         true};
+  const Sizes sizes = {b.max_batch, rows, b.max_seqlen_k, b.num_heads_kv, b.num_heads_q / b.num_heads_kv,
+                       b.head_dim,  true};
+  // A call within the bounds may have fewer rows, and any number of row groups.
+  for (int row_groups = 1; row_groups <= row_groups_for(64 * kMaxRowGroups, b.head_dim); ++row_groups) {
+    if (rows <= 64 * (row_groups - 1)) break;
     for (SplitRule rule : {SplitRule{SplitMode::kBalanced, 0}, SplitRule{SplitMode::kInvariant, 0},
                            SplitRule{SplitMode::kForced, kMaxForcedSplits}}) {
       Workspace w;
-      const size_t bytes = lay_out(sizes, rule, row_groups, grid_for(row_groups, b.head_dim, num_sms), nullptr, &w);
+      const size_t bytes = lay_out(sizes, rule, row_groups, num_sms, nullptr, &w);
       most = bytes > most ? bytes : most;
     }
   }

@@ -89,11 +89,21 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     if (boxes.box == 0 || !shared.valid[stage].all()) cutlass::arch::fence_view_async_shared();
   };
 
+  // Row groups that both have rows issue their products in turns.
+  const auto await_turn = [&](bool both) __attribute__((always_inline)) {
+    if (T::kTurns && both) cutlass::arch::NamedBarrier::sync(2 * kGroupThreads, kTurnBarrier + group);
+  };
+  const auto pass_turn = [&](bool both) __attribute__((always_inline)) {
+    if (T::kTurns && both) cutlass::arch::NamedBarrier::arrive(2 * kGroupThreads, kTurnBarrier + 1 - group);
+  };
+  pass_turn(group == 1);
+
   RingPosition<T::kStages> ring;
   SegmentReader<T> segments = {shared};
   for (const Segment* next; (next = segments.next()); segments.done()) {
     const Segment& s = *next;
     const int first_row = s.row_tile * T::kRows + 64 * group;
+    const bool both = s.row_tile * T::kRows + 64 < s.packed_rows;
     if (first_row >= s.packed_rows) {
       for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
         wait_barrier(shared.keys_full[ring.stage], ring.phase);
@@ -274,10 +284,12 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
         first_key += T::kTileKeys;
         wait_barrier(shared.keys_full[ring.stage], ring.phase);
         hand_over(ring.stage);
+        await_turn(both);
         multiply_keys(ring.stage);
         wait_barrier(shared.values_full[stage], phase);
         if (gathered) cutlass::arch::fence_view_async_shared();
         accumulate_values(stage);
+        pass_turn(both);
         warpgroup_wait<1>();
         warpgroup_fence_operand(scores);
       }
@@ -344,12 +356,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
       ClusterBarrier::init(&shared.segment_full[slot], 1);
       ClusterBarrier::init(&shared.segment_empty[slot], 32 * (2 + T::kRowGroups * 4 + (guided ? kGuideWarps : 0)));
     }
-    for (Mail<T>& mail : shared.mail) {
-      for (int slot = 0; slot < T::kMailSlots; ++slot) {
-        ClusterBarrier::init(&mail.full[slot], 1);
-        ClusterBarrier::init(&mail.empty[slot], 1);
-      }
-    }
     if constexpr (T::kFp8) {
       ClusterBarrier::init(&shared.rows.guides_ready, kGuideWarps);
       for (int slot = 0; slot < T::kGuideSlots; ++slot) {
@@ -364,7 +370,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     }
   }
   __syncthreads();
-  if (T::kMayPair && w.heads_per_part > 1) join_pair();
   if (threadIdx.x < kGroupThreads) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     cudaGridDependencySynchronize();

@@ -138,9 +138,13 @@ __global__ void __launch_bounds__(kFinishThreads, kHeadDim > 128 ? 4 : 5)
   const RequestPlan& plan = w.requests[b];
   const int of_row_tile = blockIdx.y;
   if (of_row_tile >= merges) {
-    portable::finish_dump(p, w.dump, p.cache.num_heads_kv / w.heads_per_part, plan.request, b,
-                          (of_row_tile - merges) * gridDim.x + blockIdx.x, (gridDim.y - merges) * gridDim.x,
-                          kFinishThreads);
+    const int cta = (of_row_tile - merges) * gridDim.x + blockIdx.x;
+    const int ctas = (gridDim.y - merges) * gridDim.x;
+    if (w.dump) {
+      portable::reduce_dump(p, w.dump, p.cache.num_heads_kv, plan.request, b, cta, ctas, kFinishThreads);
+    } else {
+      portable::mask_dump(p, plan.request, b, cta, ctas, kFinishThreads);
+    }
     return;
   }
   int row_tile = 0;

@@ -1,7 +1,7 @@
 // The warps of a Hopper verify CTA that multiply its guide rows and dump what they say, off the other roles' path.
 #pragma once
 
-#include "verify/hopper_pair.cuh"
+#include "verify/hopper_team.cuh"
 
 namespace vegas_ops::hopper {
 
@@ -42,10 +42,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
   const int lane_offset = swizzled_offset<T::kTileKeys>(first_row + own_row, lane % 4);
   const bool token = p.dump == VEGAS_DUMP_TOKEN;
   int parity = 0;
-  PairedDump<T, kOwnKeys> pair(shared, guide_warp);
-  const bool paired = T::kMayPair && w.heads_per_part > 1;
-  const int lag = paired && pair.receives();
-  if (paired) await_pair();
+  TeamDump<T::kTileKeys, kOwnKeys> team(w, shared.pending[guide_warp], own_column);
   RingPosition<T::kStages> ring;
   RingPosition<T::kGuideSlots> products_ring;
   SegmentReader<T> segments = {shared};
@@ -62,8 +59,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
       continue;
     }
     portable::GuideDump dump;
-    portable::describe_guides(dump, p, s.request, s.index, s.kv_head, s.kv_head / w.heads_per_part,
-                              p.cache.num_heads_kv / w.heads_per_part, w.dump);
+    portable::describe_guides(dump, p, s.request, s.index, s.kv_head, s.kv_head, p.cache.num_heads_kv, w.dump);
     uint4 query[T::kFp8 ? 1 : kSteps];
     if constexpr (T::kFp8) {
       if (s.first_tile < s.end_tile) hand_guides<T>(p, s, shared.rows, 32 * guide_warp + lane);
@@ -137,36 +133,31 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
       return valid;
     };
     RowNorm norm[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};  // of this lane's keys
-    float held[kOwnKeys] = {};                                 // parts of the tile before
     int key = s.template key_of<T::kTileKeys>(s.first_tile) + own_column;
-    for (int tile = s.first_tile; tile < s.end_tile + lag; ++tile, key += T::kTileKeys) {
+    for (int tile = s.first_tile; tile < s.end_tile; ++tile, key += T::kTileKeys) {
       float logits[2][kOwnKeys];  // of guide rows
+      float products[2][kOwnKeys];
+      uint32_t valid;
+      if constexpr (T::kFp8) {
+        wait_barrier(shared.rows.guide_full[products_ring.stage], products_ring.phase);
+        const float2 received = shared.rows.guide_products[products_ring.stage][own_column];
+        valid = shared.rows.guide_valid[products_ring.stage].words[own_column / 32] >> own_column % 32;
+        arrive_as_warp(shared.rows.guide_empty[products_ring.stage]);
+        products_ring.advance();
+        products[0][0] = received.x;
+        products[1][0] = received.y;
+      } else {
+        valid = multiply(products);
+      }
 #pragma unroll
-      for (int i = 0; i < kOwnKeys; ++i) logits[0][i] = logits[1][i] = -INFINITY;
-      if (tile < s.end_tile) {
-        float products[2][kOwnKeys];
-        uint32_t valid;
-        if constexpr (T::kFp8) {
-          wait_barrier(shared.rows.guide_full[products_ring.stage], products_ring.phase);
-          const float2 received = shared.rows.guide_products[products_ring.stage][own_column];
-          valid = shared.rows.guide_valid[products_ring.stage].words[own_column / 32] >> own_column % 32;
-          arrive_as_warp(shared.rows.guide_empty[products_ring.stage]);
-          products_ring.advance();
-          products[0][0] = received.x;
-          products[1][0] = received.y;
-        } else {
-          valid = multiply(products);
-        }
+      for (int i = 0; i < kOwnKeys; ++i) {
+        const int at = key + 8 * i;
+        const bool exists = valid >> 8 * i & 1;
 #pragma unroll
-        for (int i = 0; i < kOwnKeys; ++i) {
-          const int at = key + 8 * i;
-          const bool exists = valid >> 8 * i & 1;
-#pragma unroll
-          for (int g = 0; g < 2; ++g) {
-            float value = products[g][i] * scale;
-            if (p.softcap > 0.0f) value = p.softcap * tanhf(value / p.softcap);
-            logits[g][i] = exists && dump.sees(g, at) ? value : -INFINITY;
-          }
+        for (int g = 0; g < 2; ++g) {
+          float value = products[g][i] * scale;
+          if (p.softcap > 0.0f) value = p.softcap * tanhf(value / p.softcap);
+          logits[g][i] = exists && dump.sees(g, at) ? value : -INFINITY;
         }
       }
       if (!token) {
@@ -180,21 +171,14 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
       }
       float parts[kOwnKeys];
 #pragma unroll
-      for (int i = 0; i < kOwnKeys; ++i) {
-        const float part = dump.part_of(logits[0][i], logits[1][i]);
-        parts[i] = lag ? held[i] : part;
-        held[i] = part;
-      }
-      if (paired) {
-        if (!lag) {
-          pair.send(own_column - first_row, parts);
-          continue;
-        }
-        if (tile == s.first_tile) continue;
-        pair.receive(own_column - first_row, parts);
+      for (int i = 0; i < kOwnKeys; ++i) parts[i] = dump.part_of(logits[0][i], logits[1][i]);
+      if (w.ring_tiles > 0) {
+        float* row = static_cast<float*>(p.logits) + s.index * p.logits_stride[0];
+        team.put(p, parts, row, key - own_column, dump.length);
+        continue;
       }
 #pragma unroll
-      for (int i = 0; i < kOwnKeys; ++i) dump.write_part(key - lag * T::kTileKeys + 8 * i, parts[i]);
+      for (int i = 0; i < kOwnKeys; ++i) dump.write_part(key + 8 * i, parts[i]);
     }
     if (token) continue;
 
@@ -218,7 +202,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     }
     parity ^= 1;
   }
-  if (paired) leave_pair();
+  if (w.ring_tiles > 0) team.finish(p);
 }
 
 }  // namespace vegas_ops::hopper

@@ -29,7 +29,7 @@ cudaError_t launch_instance(const VegasVerifyParams& p, const Workspace& w, cons
   cudaError_t error = prepare(verify_kernel<T>, kBytes);
   if (error == cudaSuccess) error = prepare(finish, 0);
   if (error == cudaSuccess) {
-    error = launch_dependent(verify_kernel<T>, {shape.grid, T::kThreads, kBytes, shape.cluster}, stream, p, w, boxes);
+    error = launch_dependent(verify_kernel<T>, {shape.grid, T::kThreads, kBytes}, stream, p, w, boxes);
   }
   if (error == cudaSuccess && shape.finish_grid.y > 0) {
     error =

@@ -10,11 +10,11 @@ namespace vegas_ops::hopper {
 struct Workspace;
 struct CacheBoxes;
 
-// Warpgroups that share the packed rows of a tile, 64 each; more rows take several tiles.
+// Warpgroups that share the packed rows of a tile, 64 each; more rows take several tiles, for which two do better.
 constexpr int kMaxRowGroups = 3;
 inline int row_groups_for(int64_t rows, int head_dim) {
   if (head_dim > 128) return 1;
-  return rows <= 64 ? 1 : rows <= 128 ? 2 : kMaxRowGroups;
+  return rows <= 64 ? 1 : rows <= 128 || rows > 64 * kMaxRowGroups ? 2 : kMaxRowGroups;
 }
 
 // Larger tiles keep the tensor cores busier. Three row groups have no registers for them, and two CTAs per SM no need.
@@ -23,15 +23,10 @@ constexpr int tile_keys(int row_groups, bool balanced) { return row_groups == 2 
 
 constexpr int ctas_per_sm(int row_groups, int head_dim) { return row_groups == 1 && head_dim <= 128 ? 2 : 1; }
 
-// Pairs of CTAs add up parts of a dump. Larger clusters would leave SMs idle, and CTAs that fill an SM each wait for
-// one another.
-constexpr bool may_pair(int row_groups, int head_dim) { return ctas_per_sm(row_groups, head_dim) == 2; }
-
 struct LaunchShape {
   int row_groups;
   int tile_keys;
   dim3 grid;         // of the attention kernel
-  int cluster;       // of its CTAs, along x
   dim3 finish_grid;  // of the last kernel; without rows: no such kernel
   int rows_per_cta;  // that merge
   int merges;        // pairs of a row tile and KV head

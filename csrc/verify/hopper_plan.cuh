@@ -21,6 +21,8 @@ constexpr int kMinTileKeys = 64;
 constexpr int kInvariantKeys = 2048;  // of a chunk where results must not depend on other requests
 constexpr int kPlanThreads = 128;
 constexpr int kMinShareKeys = 256;  // of a CTA where there is little work
+constexpr int kMostRingTiles = 16;
+constexpr int kMostPending = 4;  // tiles that one CTA of a team adds up at a time
 
 struct RequestPlan;
 
@@ -33,8 +35,9 @@ struct Workspace {
   RequestPlan* requests;  // (batch,)
   float2* partial_norm;   // (slot, norm_rows): maximum in log2 units, sum; the guide rows come last
   float* partial_output;  // (slot, tile_rows, padded head_dim), not yet divided by the sum
-  float* dump;            // parts of a summed dump: a KV head's, or those of two together
-  int heads_per_part;     // 2: CTAs work in pairs
+  float* dump;            // the KV heads' parts of a summed dump, if they do not go through the ring
+  uint32_t* ring;         // (team, tile of ring_tiles, KV head, key): such parts, zeros between calls
+  int ring_tiles;         // a multiple of the team; 0: no ring
   SplitRule rule;
   int tile_shift;  // log2 of the keys of a tile
   cutlass::FastDivmod teams;

@@ -29,7 +29,8 @@ constexpr int kGuideWarps = 2;
 // Named barriers of parts of the CTA; a softmax group's own is 1 + group.
 constexpr int kProducerBarrier = 1 + kMaxRowGroups;
 constexpr int kGuideBarrier = kProducerBarrier + 1;
-constexpr int kSegmentSlots = 2;  // segments that the CTA's roles may be apart
+constexpr int kTurnBarrier = kGuideBarrier + 1;  // of the first row group; the second's follows
+constexpr int kSegmentSlots = 2;                 // segments that the CTA's roles may be apart
 
 template <class Element>
 using MmaElement = std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
@@ -49,7 +50,6 @@ struct Traits {
   static constexpr int kThreads = kGroupThreads * (1 + kRowGroups);
   // One row group leaves room for two CTAs, whose softmax and products then overlap.
   static constexpr int kCtasPerSm = ctas_per_sm(kRowGroups, kHeadDim);
-  static constexpr bool kMayPair = may_pair(kRowGroups, kHeadDim);
   // Together as many as the threads start with.
   static constexpr int kProducerRegisters = kCtasPerSm == 2   ? (kHeadDim == 64 ? 96 : 88)
                                             : kRowGroups == 1 ? 240
@@ -63,11 +63,13 @@ struct Traits {
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kSharedPerSm = 228 * 1024;
   static constexpr int kReservedPerCta = 1024;
-  static constexpr int kMiscBytes = 1024 + (kHeadDim == 64 ? 1024 : 0);  // all but tiles and queries
-  static constexpr int kMailSlots = 2;                                   // tiles that the CTAs of a pair may be apart
+  static constexpr int kMiscBytes = 1024;  // all but tiles and queries
   static constexpr int kRingBytes = kSharedPerSm / kCtasPerSm - kReservedPerCta - kMiscBytes - kQueryBytes;
   static constexpr int kStages = kRingBytes / (2 * kTileBytes) < 8 ? kRingBytes / (2 * kTileBytes) : 8;
   static constexpr int kSegments = kHeadDim / 8;  // of 16 bytes, in a row
+
+  // Where weights take as long as products, two row groups that do the same at the same time wait for each other.
+  static constexpr bool kTurns = kRowGroups == 2 && kHeadDim == 64;
 
   // Queries in registers leave shared memory to keys; only the smallest head dimension has room for them.
   static constexpr bool kQueryInRegisters = kHeadDim == 64;
@@ -102,14 +104,12 @@ struct Fp8Traits {
   static constexpr int kRows = kRows_;
   static constexpr int kThreads = 2 * kGroupThreads;
   static constexpr int kCtasPerSm = ctas_per_sm(1, kHeadDim);
-  static constexpr bool kMayPair = may_pair(1, kHeadDim);
   static constexpr int kProducerRegisters = kRows * kHeadDim == 64 * 128 ? 88 : 96;
   static constexpr int kConsumerRegisters = 256 - kProducerRegisters;
   // Whether registers allow the operands of both products at once.
   static constexpr bool kOverlaps = kRows * kHeadDim <= 64 * 64;
   static constexpr int kTileBytes = kTileKeys * kHeadDim;
   static constexpr int kGuideSlots = 4;  // tiles whose products with guide rows wait for the guide warps
-  static constexpr int kMailSlots = 2;
   static constexpr int kSharedPerSm = 228 * 1024;
   static constexpr int kReservedPerCta = 1024;
   static constexpr int kRowBytes = kRows * (kHeadDim * 2 + 2 * kTileKeys * 2);  // queries, and weights of two tiles
@@ -161,12 +161,11 @@ struct alignas(kKeys / 8) KeyMask {
   }
 };
 
-// What a guide warp receives from the other CTA of its pair.
-template <class T>
-struct Mail {
-  uint64_t full[T::kMailSlots];
-  uint64_t empty[T::kMailSlots];  // of what it sends
-  float parts[T::kMailSlots][T::kTileKeys / kGuideWarps];
+// Where the sums of a tile of a summed dump belong: row[first_key] and further, up to row[length].
+struct PendingSum {
+  float* row;
+  int first_key;
+  int length;
 };
 
 // tanh(x) for y = 2 log2(e) x, with an absolute error below 2^-22: enough for weights, and a few instructions.
@@ -216,7 +215,7 @@ struct SharedMemory {
   uint64_t values_empty[T::kStages];
   uint64_t segment_full[kSegmentSlots];
   uint64_t segment_empty[kSegmentSlots];
-  Mail<T> mail[kGuideWarps];
+  PendingSum pending[kGuideWarps][kMostPending];
   Share share;
   Segment segments[kSegmentSlots];
   RowNorm guide_norm[2][2];  // of the last guide warp: by parity of the segment, and guide row; scratch before

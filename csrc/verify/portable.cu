@@ -32,8 +32,13 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x >= merge_ctas) {
     const int64_t i = blockIdx.x - merge_ctas;
     const int b = static_cast<int>(i / dump_parts);
-    finish_dump(p, w.dump, p.cache.num_heads_kv, VerifyRequest(p, b), b, static_cast<int>(i % dump_parts), dump_parts,
-                kThreads);
+    const int part = static_cast<int>(i % dump_parts);
+    const VerifyRequest request(p, b);
+    if (p.dump == VEGAS_DUMP_KV_HEAD) {
+      mask_dump(p, request, b, part, dump_parts, kThreads);
+    } else {
+      reduce_dump(p, w.dump, p.cache.num_heads_kv, request, b, part, dump_parts, kThreads);
+    }
     return;
   }
   const int row_groups = ceil_div(w.tile_rows + w.extra_norms, kWarps);
@@ -91,7 +96,7 @@ size_t workspace_for_rows(const VegasBounds& b) {
 }  // namespace
 }  // namespace portable
 
-int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
+int verify_portable(const VegasVerifyParams& params, size_t kept, void* stream_handle) {
   using namespace portable;
   VegasVerifyParams p = params;
   // No request has more rows than there are: a loose bound costs nothing.
@@ -114,7 +119,8 @@ int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
       plan_bounds(mapping, rows, p.batch, p.max_seqlen_k, p.cache.num_heads_kv, p.cache.head_dim, summed, guided);
   const SplitRule rule = split_rule(p.num_splits, p.batch_invariant);
   PlanWorkspace w;
-  const size_t needed = lay_out(bounds, rule, static_cast<char*>(p.workspace), &w);
+  char* base = p.workspace ? static_cast<char*>(p.workspace) + kept : nullptr;
+  const size_t needed = kept + lay_out(bounds, rule, base, &w);
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
 
@@ -122,7 +128,7 @@ int verify_portable(const VegasVerifyParams& params, void* stream_handle) {
   const int row_groups = ceil_div(bounds.tile_rows + bounds.extra_norms, kWarps);
   const int64_t merge_ctas =
       split ? int64_t{p.batch} * bounds.row_tiles * p.cache.num_heads_kv * row_groups : int64_t{0};
-  const int dump_parts = dump_ctas(p, kDumpCtas, kThreads);
+  const int dump_parts = dump_ctas(p, summed, kDumpCtas, kThreads);
   const int64_t units = bounds.units(rule);
   const int64_t finish_ctas = merge_ctas + int64_t{p.batch} * dump_parts;
   VEGAS_CHECK(units * p.cache.num_heads_kv <= INT_MAX && finish_ctas <= INT_MAX,

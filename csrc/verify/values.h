@@ -7,13 +7,17 @@ namespace vegas_ops {
 
 struct VerifyValues {
   VegasVerifyParams p;
+  int64_t zero_words = 0;  // at the start of the workspace
 
-  // Offsets, then four values per request, then its table.
-  VEGAS_HOST_DEVICE int64_t count() const {
-    return p.batch == 0 ? 0 : p.batch + 1 + int64_t{p.batch} * (4 + p.cache.max_pages);
-  }
+  // Offsets, then four values per request, then its table, then the workspace.
+  VEGAS_HOST_DEVICE int64_t count() const { return p.batch == 0 ? 0 : request_values() + zero_words; }
+  VEGAS_HOST_DEVICE int64_t request_values() const { return p.batch + 1 + int64_t{p.batch} * (4 + p.cache.max_pages); }
 
   VEGAS_HOST_DEVICE bool find(int64_t i, Fault* fault) const {
+    if (i >= request_values()) {
+      const int word = static_cast<int>(i - request_values());
+      return is_fault(fault, Value::kWorkspace, word, -1, static_cast<const int32_t*>(p.workspace)[word], 0, 0);
+    }
     const int32_t* cu = p.cu_seqlens_q;
     if (i <= p.batch) {
       const int at = static_cast<int>(i);
