@@ -195,7 +195,7 @@ def test_workspace_that_is_not_zero_is_refused(device: torch.device) -> None:
     call = verify_call(device)
     vegas_ops.flash_attn_with_logit_dump(**call, workspace=workspace)
     workspace[12] = 5
-    with pytest.raises(ValueError, match="`workspace` must hold zeros .* got 0x5 in word 3"):
+    with pytest.raises(ValueError, match=r"`workspace` must hold zeros .* got 0x5 in word 3"):
         vegas_ops.flash_attn_with_logit_dump(**call, workspace=workspace)
 
 
