@@ -11,6 +11,7 @@ from tiny_model import TinyModel
 from vegas_ops.speculative import POLICIES, VEGAS, Request, SamplingParams, SpeculativeDecoder, Vegas
 from vegas_ops.speculative.round import FIELDS, MAX_STOPS, Round
 from vegas_ops.speculative.selection import Policy, plans_tensors
+from vegas_ops.speculative.unread import Unread
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,8 @@ def test_the_device_plans_as_the_host_does(model, monkeypatch):
         return went
 
     monkeypatch.setattr(Round, "load", compare)
+    # A block at a time: what another number of drafts, or a request that joins, brings about.
+    monkeypatch.setattr(Unread, "_next_turns", lambda self, block: 0)
     for name in ("vegas", "streaming", "quest", "pillar"):
         decoder = unread(model, 3)
         texts = [Request(p, gamma=4, policy=POLICIES[name], max_new_tokens=70, **SMALL) for p in PROMPTS]
@@ -88,21 +91,27 @@ def test_sampled_unread_iterations(model):
     assert unread(model, 4).generate(sampled_requests()) == decoder_of(model).generate(sampled_requests())
 
 
-def test_the_host_reads_seldom(model, monkeypatch):
-    reads: list[int] = []
-    read_log = Round.read_log
+def test_the_host_reads_seldom_and_a_block_behind(model, monkeypatch):
+    events: list[object] = []
+    read_log, run = Round.read_log, Round.run
 
-    def count(self, turns):
-        reads.append(turns)
-        return read_log(self, turns)
+    def count(self, begin, turns):
+        events.append(("read", turns))
+        return read_log(self, begin, turns)
+
+    def note(self, phase, pool):
+        events.append(phase)
+        run(self, phase, pool)
 
     monkeypatch.setattr(Round, "read_log", count)
-    monkeypatch.setattr(Round, "read", lambda self, read=Round.read: reads.append(1) or read(self))
+    monkeypatch.setattr(Round, "run", note)
     decoder = unread(model, 8)
-    request = Request(PROMPTS[0], gamma=0, max_new_tokens=30)
-    decoder.generate([request])
-    # The prompt's token and 29 more; the last block holds no more iterations than tokens are left.
-    assert reads == [1, 8, 8, 8, 5] or reads == [8, 8, 8, 6]
+    decoder.generate([Request(PROMPTS[0], gamma=0, max_new_tokens=30)])
+    reads = [event for event in events if isinstance(event, tuple)]
+    # Blocks of 8, and of what is left at the end: 30 tokens in all.
+    assert reads == [("read", 8), ("read", 8), ("read", 8), ("read", 6)]
+    first = events.index(("read", 8))
+    assert events[:first].count("cycle") == 16, "the second block was launched before the first was read"
 
 
 def test_requests_join_and_leave_between_unread_iterations(model):
@@ -120,6 +129,49 @@ def test_requests_join_and_leave_between_unread_iterations(model):
     for request in queue:
         other = Request(request.prompt, gamma=0, max_new_tokens=30)
         assert decoder_of(model).generate([other]) == [request.output]
+
+
+def test_pages_of_ended_requests_serve_others(model):
+    """Ends that the host alone sees, while the device has gone on; pages are few and change hands at once."""
+    plain = decoder_of(model).generate([Request(p, gamma=0, max_new_tokens=60) for p in PROMPTS])
+
+    def requests() -> list[Request]:
+        return [
+            Request(PROMPTS[i % 4], gamma=i % 5, max_new_tokens=60, **SMALL,
+                    stop_sequences=[plain[i % 4][5 * i % 40 : 5 * i % 40 + 2]])
+            for i in range(14)
+        ]  # fmt: skip
+
+    expected = decoder_of(model).generate(requests())
+    decoder, batch = unread(model, 4, num_tokens=420, page_size=2), requests()
+    for i, request in enumerate(batch):
+        decoder.add(request)
+        if i % 3 == 2:
+            decoder.step()
+    decoder.run()
+    assert [request.output for request in batch] == expected
+    assert decoder.cache.num_free_pages == decoder.cache.k.shape[1]
+
+
+def test_tokens_read_between_steps_are_not_lost(model):
+    decoder = unread(model, 4)
+    first, second = (decoder.add(Request(p, gamma=2, max_new_tokens=80, **SMALL)) for p in PROMPTS[:2])
+    given: dict[Request, list[int]] = {first: [], second: []}
+
+    def step() -> None:
+        for request, tokens in decoder.step():
+            given[request] += tokens
+
+    for _ in range(3):
+        step()
+    assert decoder._unread.flight is not None
+    decoder.preempt(second)
+    assert decoder._unread.flight is None
+    while decoder.running or decoder.waiting:
+        step()
+    for request, prompt in ((first, PROMPTS[0]), (second, PROMPTS[1])):
+        assert given[request] == request.output
+        assert [request.output] == decoder_of(model).generate([Request(prompt, gamma=0, max_new_tokens=80)])
 
 
 @pytest.mark.parametrize("kind", ["sequence", "many stops", "processor", "refresh", "pages"])

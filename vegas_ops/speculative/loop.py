@@ -28,8 +28,9 @@ from vegas_ops.speculative.kv_cache import OutOfPages, PagedKVCache, to_device
 from vegas_ops.speculative.model import Model, layer_attention, selecting_layers
 from vegas_ops.speculative.request import FinishReason, Request
 from vegas_ops.speculative.round import Round
-from vegas_ops.speculative.selection import Policy, plans_tensors
+from vegas_ops.speculative.selection import Policy
 from vegas_ops.speculative.shapes import GroupShape, Mode, RoundShape
+from vegas_ops.speculative.unread import Unread
 
 MAX_ROUNDS = 32  # shapes whose buffers and graphs are kept
 MIN_KEYS = 1024  # the least bound on keys
@@ -55,7 +56,8 @@ class SpeculativeDecoder:
     `logits_processor` or a forced text run eagerly. batch_invariant: the attention of a verification
     has the same bits whatever else is in the batch; with a model whose other layers are like that,
     greedy output on a GPU is plain decoding's to the bit, too. read_every: iterations of a `step`, where
-    the batch allows it: the device goes through them alone, and the host reads their tokens at the end.
+    the batch allows it: the device goes through them alone, and the host reads their tokens while the
+    device goes through the next ones.
     Ends, too, are found by the device (lengths, and up to `MAX_STOPS` stop tokens; a request with more,
     or with stop sequences, is computed in vain until the host reads). It takes fixed shapes, and policies
     that select at every verification or never again. draft_cost: the time of a draft step over that of a
@@ -108,6 +110,7 @@ class SpeculativeDecoder:
         self._pages_ahead = False  # there are pages for that
         self._windows = [layer.window for layer in layer_attention(model)]
         self._selects = bool(selecting_layers(model))
+        self._unread = Unread(self)
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # in order of arrival
 
@@ -136,6 +139,7 @@ class SpeculativeDecoder:
 
     def abort(self, request: Request) -> None:
         """Ends a request now; its pages are free at once."""
+        self._unread.settle()
         if not request.finished:
             self._finish(request, "abort")
 
@@ -144,6 +148,7 @@ class SpeculativeDecoder:
 
         Its selection stays, as token indices, so its drafts go on as if nothing had happened.
         """
+        self._unread.settle()
         if request not in self.running:
             raise ValueError("`request` must be running, got one that is not")
         self.running.remove(request)
@@ -168,14 +173,18 @@ class SpeculativeDecoder:
     def step(self) -> list[tuple[Request, list[int]]]:
         """One iteration of every running request, or up to `read_every`; the tokens that each emitted."""
         with torch.cuda.device(self.cache.device) if self.on_gpu else nullcontext():
+            if self._unread.flight is not None:
+                return self._unread.step()
+            late = self._unread.take_late()
             self._admit()
             self._adapt()
             requests = self._reserve()
-            if not requests:
-                return []
-            turns = self._turns(requests) if self.read_every > 1 else 1
-            self._since += turns
-            return self._iterate(requests) if turns == 1 else self._iterate_unread(requests, turns)
+            turns = self._unread.turns(requests) if self.read_every > 1 and self._pages_ahead else 0
+            if turns:
+                self._unread.launch(requests, turns)
+                return late + self._unread.step()
+            self._since += 1
+            return late + self._iterate(requests) if requests else late
 
     def run(self) -> None:
         """Steps until every request has finished."""
@@ -250,64 +259,6 @@ class SpeculativeDecoder:
             self._roll_back(request, drafts[request])
         return emitted
 
-    def _iterate_unread(self, requests: list[Request], turns: int) -> list[tuple[Request, list[int]]]:
-        """So many iterations by the device alone; then the host goes through what they gave."""
-        drafts = {request: request.num_drafts(self.max_position) for request in requests}
-        start = self._now()
-        r, pool, ahead = self._load(requests, drafts, turns=turns)
-        r.turn.zero_()
-        if not ahead:
-            r.run("draft" if r.shape.steps else "verify", pool)
-        for _ in range(turns - 1):
-            r.run("cycle", pool)
-        if r.shape.steps:
-            r.run("verify", pool)
-            if any(mode.selects for mode in r.modes):
-                r.run("select", pool)
-        r.run("advance", pool)
-        r.fetch_log()
-        r.run("draft" if r.shape.steps else "verify", pool)
-        self._ahead = r
-        log = r.read_log(turns)
-        forward = (self._now() - start) / (turns * (r.shape.steps + 1))
-        emitted: dict[Request, list[int]] = {request: [] for request in requests}
-        row_of = {request: i for i, request in enumerate(r.requests) if request is not None}
-        for lines in log:
-            running = [request for request in requests if not request.finished]
-            drafts |= {request: request.num_drafts(self.max_position) for request in running}
-            now = {request: drafts[request] for request in running}
-            self._share_time(now, r.shape.steps * forward, forward, 0.0)
-            for request, n in now.items():
-                reads = self._reads(request, n)
-                r.hand_out_to(row_of[request], n)
-                emitted[request] += self._commit(request, n, reads, *lines[row_of[request]])
-        for request in requests:
-            self._roll_back(request, drafts[request])
-        return list(emitted.items())
-
-    def _turns(self, requests: list[Request]) -> int:
-        """Iterations that the device may go through before the host reads, with pages for all of them."""
-        turns = self.read_every
-        if not self._pages_ahead or any(q.logits_processor or q.forced_tokens is not None for q in requests):
-            return 1
-        for request in requests:
-            policy, drafts = request.policy, request.most_drafts if self._selects else 0
-            if drafts and (request.selection is None or policy.refresh > 1 or not plans_tensors(policy)):
-                return 1
-        left = [q.max_length(self.max_position) - len(q.tokens) for q in requests]
-        # No more than it seems to take: an iteration gives at least one token, and drafts more.
-        rates = [max(q.statistics.tokens_per_iteration, 1.0) for q in requests]
-        turns = min(turns, max(math.ceil(most / rate) for most, rate in zip(left, rates, strict=True)))
-        for request, most in zip(requests, left, strict=True):
-            assert request.sequence is not None
-            drafts = request.most_drafts if self._selects else 0
-            try:
-                new = min(most, turns * (1 + drafts) + drafts)
-                self.cache.reserve(request.sequence, len(request.tokens) + new)
-            except OutOfPages:
-                return 1
-        return turns
-
     def _load(
         self,
         requests: list[Request],
@@ -345,7 +296,7 @@ class SpeculativeDecoder:
         )
 
     def _new_round(self, shape: RoundShape) -> Round:
-        return Round(self.model, self.cache, shape, self.batch_invariant, self.read_every)
+        return Round(self.model, self.cache, shape, self.batch_invariant, self._unread.log_turns)
 
     def _fixed_round(self, shape: RoundShape) -> Round:
         """The round of this shape; as long as the shape is rare, a larger one where there is one:

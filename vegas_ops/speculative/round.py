@@ -133,6 +133,7 @@ class Round:
         self.num_accepted = self.result[:, 0]
         self._read = torch.zeros_like(self.result, device="cpu", pin_memory=pinned)
         self._event = torch.cuda.Event() if pinned else None
+        self._log_events = [torch.cuda.Event() for _ in range(2)] if pinned else []
         self.ratios = torch.zeros(batch, dtype=torch.float64, device=device)
         self.least_tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.stops = torch.full((batch, MAX_STOPS), _NO_TOKEN, dtype=torch.int64, device=device)
@@ -215,12 +216,7 @@ class Round:
         else:
             self._host_table.copy_(torch.tensor(table, dtype=torch.int64))
             self.table.copy_(self._host_table, non_blocking=True)
-        sequences = [self._no_pages if request is None else _sequence(request) for request in rows]
-        tables = [(sequence, sequence.changes) for sequence in sequences]
-        if tables != self._tables:
-            width = self.block_table.shape[1]
-            torch.stack([sequence.table[:width] for sequence in sequences], out=self.block_table)
-            self._tables = tables
+        self.load_tables([request for request in rows if request is not None])
         parameters = [SamplingParams() if request is None else request.sampling for request in rows]
         if not self.shape.greedy and parameters != self._parameters:
             self.sampling.load(parameters)
@@ -253,6 +249,19 @@ class Round:
                 indices=given.indices.clone(), length=given.length.clone(), guide_lse=guide
             )
         self.requests[i], self._given[i] = None, None
+
+    def load_tables(self, requests: Sequence[Request]) -> None:
+        """Uploads the pages of those requests that have rows."""
+        present = set(requests)
+        sequences = [
+            _sequence(request) if request is not None and request in present else self._no_pages
+            for request in self.requests
+        ]
+        tables = [(sequence, sequence.changes) for sequence in sequences]
+        if tables != self._tables:
+            width = self.block_table.shape[1]
+            torch.stack([sequence.table[:width] for sequence in sequences], out=self.block_table)
+            self._tables = tables
 
     def _load_rules(self, rows: Sequence[Request | None]) -> None:
         """What the device goes by while the host does not read."""
@@ -324,17 +333,22 @@ class Round:
             self._event.synchronize()
         return [_tokens(line) for line in self._read.tolist()]
 
-    def fetch_log(self) -> None:
-        """Starts to copy the log to the host."""
-        self._read_log.copy_(self.log, non_blocking=True)
+    def fetch_log(self, begin: int, turns: int) -> None:
+        """Starts to copy a part of the log to the host; two may be on their way, from 0 and from later on."""
+        span = slice(begin, begin + turns)
+        self._read_log[span].copy_(self.log[span], non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            self._log_events[begin > 0].record()
 
-    def read_log(self, turns: int) -> list[list[tuple[int, list[int]]]]:
-        """The same as `read`, of so many iterations since `turn` was 0."""
+    def read_log(self, begin: int, turns: int) -> list[list[tuple[int, list[int]]]]:
+        """The same as `read`, of every iteration in a part of the log."""
         if self._event is not None:
-            self._event.synchronize()
-        return [[_tokens(line) for line in lines] for lines in self._read_log[:turns].tolist()]
+            self._log_events[begin > 0].synchronize()
+        return [[_tokens(line) for line in lines] for lines in self._read_log[begin : begin + turns].tolist()]
+
+    def empty_row(self, i: int) -> None:
+        """Makes row i an unused one for the iterations that are not launched yet."""
+        self.values[:, i] = 0
 
     # The device's side
 

@@ -99,8 +99,8 @@ def _fields_of(record: type, values: Any) -> dict[str, Any]:
 
 class Decoded(NamedTuple):
     """Requests that were decoded together, and the speed while all of them ran: tokens emitted from
-    each one's first token to the end of the first one to end, over the seconds that it took. steps: the
-    same of every step, by the host's clock; iterations: in all of them."""
+    each one's first token to the end of the first one to end, over the seconds until they were read. steps:
+    the same of every step, by the host's clock; iterations: in all of them."""
 
     requests: list[Request]
     tokens: int
@@ -134,7 +134,7 @@ def decode_together(
         new = sum(len(tokens) for _, tokens in decoder.step())
         steps.append((new, time.perf_counter() - last))
         last += steps[-1][1]
-    seconds = now(decoder) - start
+    seconds = last - start
     iterations = max(request.statistics.iterations for request in requests)
     decoder.run()
     for request in requests:
