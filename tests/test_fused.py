@@ -53,6 +53,17 @@ def test_linear(rows, n_in, n_out, kind, fixed):
     torch.testing.assert_close(got.cpu().double(), expected, rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize("kind", ["norm", "gated", "residual", "fp32"])
+def test_small_tiles_where_a_block_has_little_memory(monkeypatch, kind):
+    monkeypatch.setattr(fused, "_roomy", lambda device: False)
+    for rows in (16, 130):
+        test_linear(rows, 384, 50, kind, False)
+    assert not fused.joins(384, 16, torch.device(DEVICE))
+    tiles = fused._fitting(fused._tiles(64, 4096, 4096, True), torch.device(DEVICE))
+    bytes_held = tiles.stages * (tiles.m + 2 * tiles.n) * tiles.k * 2
+    assert bytes_held < 99 << 10 and not tiles.held
+
+
 def test_a_row_does_not_depend_on_the_number_of_rows():
     x, weight = rand(130, 256).to(DEVICE, DTYPE), rand(96, 256, seed=1).to(DEVICE, DTYPE)
     norm = rand(256, seed=2).to(DEVICE, DTYPE)
@@ -94,11 +105,11 @@ def test_rotate(q_heads, kv_heads, dim):
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim", "n_in"), [(4, 2, 64, 512), (3, 1, 16, 384)])
 def test_rotated_heads(rows, q_heads, kv_heads, dim, n_in, fixed):
     """One kernel in place of two, up to the rounding between them; the same bits for any number of rows."""
-    assert fused.joins(n_in, dim) and not fused.joins(4096, 128)
     heads, qk = q_heads + 2 * kv_heads, q_heads + kv_heads
     x = rand(rows, n_in).to(DEVICE, DTYPE)
     weight = (rand(heads * dim, n_in, seed=1) * n_in**-0.5).to(DEVICE, DTYPE)
     norm = (1 + 0.1 * rand(n_in, seed=2)).to(DEVICE, DTYPE)
+    assert fused.joins(n_in, dim, norm.device) and not fused.joins(4096, 128, norm.device)
     head_norm = (1 + 0.1 * rand(qk, dim, seed=3)).to(DEVICE)
     rope = torch.polar(torch.ones(90, dim // 2), rand(90, dim // 2, seed=4)).to(DEVICE)
     positions = torch.arange(rows, device=DEVICE) * 2

@@ -27,6 +27,8 @@ except ImportError:  # a torch without a GPU
     triton = None
 
 BLOCK_IN = 128  # input features of a step
+_ROOMY = 200 << 10  # bytes of shared memory that all tiles fit into
+_HELD = 128 << 10  # bytes of a tile that is held whole
 _WIDE = 2048  # input features from which on weights alone count
 
 
@@ -273,23 +275,36 @@ class _Tiles(NamedTuple):
 
 def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
     """Measured on an H200. Of small weights, which lie in the L2 cache, small tiles that are held whole; of
-    large ones, as many bytes in flight as fit."""
+    large ones, as many bytes in flight as fit, and of few blocks the first ones fetched ahead."""
     if n_in <= _WIDE:
         k = next(k for k in (256, BLOCK_IN) if n_in % k == 0)
         if rows > 16:
             if n_out > 4096:
                 return _Tiles(64, 64, BLOCK_IN, 4, 4)
-            return _Tiles(32, 32, k, 4, 3, held=True) if n_in <= 512 else _Tiles(64, 32, k, 4, 3)
-        if n_in > 1280:
+            m = 32 if n_in <= 512 or gated or n_out > 1024 else 64
+            return _Tiles(m, 32, k, 4, 3, held=n_in <= 512)
+        n = 64 if n_out > 4096 else 32
+        if n_in > 1280 or 2 * n_in * (16 + n * (1 + gated)) > _HELD:
             return _Tiles(16, 32, k, 4, 3)
-        k = 512 if n_in % 512 == 0 else k
-        return _Tiles(16, 64 if n_out > 4096 else 32, k, 4, 3, held=True)
+        return _Tiles(16, n, 512 if n_in % 512 == 0 else k, 4, 3, held=True)
     block_m = min(max(triton.next_power_of_2(rows), 16), 64)
-    if block_m > 32:
+    if block_m > 32 or n_out > 1 << 16:
         return _Tiles(block_m, 64, BLOCK_IN, 4, 4)
-    if n_out * (1 + gated) > 8192:
-        return _Tiles(block_m, 64, BLOCK_IN, 4, 4)
-    return _Tiles(block_m, 32, BLOCK_IN, 4, 6)
+    if block_m == 16:
+        return _Tiles(16, 32, BLOCK_IN, 4, 4) if gated else _Tiles(16, 32, BLOCK_IN, 4, 10, ahead=512)
+    return _Tiles(32, 64, BLOCK_IN, 4, 4) if n_out * (1 + gated) > 8192 else _Tiles(32, 32, BLOCK_IN, 4, 6)
+
+
+def _fitting(tiles: _Tiles, device: torch.device) -> _Tiles:
+    """The tiles, or small ones on a GPU whose thread blocks have too little memory for some of them."""
+    return tiles if _roomy(device) else _Tiles(min(tiles.m, 32), 32, BLOCK_IN, 4, 3)
+
+
+def _roomy(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", _ROOMY) >= _ROOMY
 
 
 def embed(token_ids: Tensor, weight: Tensor) -> Tensor:
@@ -360,7 +375,7 @@ def linear(
         x, norm = _rms_norm(x, norm, eps), None  # in a long loop it would hold up the weights
     (rows, n_in), n_out = x.shape, weight.shape[0] // (2 if gated else 1)
     out = x.new_empty((rows, n_out), dtype=dtype) if residual is None else residual
-    tiles = _tiles(64 if fixed else rows, n_in, n_out, gated)
+    tiles = _fitting(_tiles(64 if fixed else rows, n_in, n_out, gated), x.device)
     grid = (triton.cdiv(n_out, tiles.n), triton.cdiv(rows, tiles.m))
     if rows:
         _linear_kernel[grid](
@@ -372,9 +387,10 @@ def linear(
     return out
 
 
-def joins(in_features: int, head_dim: int) -> bool:
+def joins(in_features: int, head_dim: int, device: torch.device) -> bool:
     """Whether `rotated_heads` serves: a head's weights fit into a thread block's memory."""
-    return in_features % BLOCK_IN == 0 and in_features * head_dim <= 1 << 15 and head_dim >= 16
+    fits = in_features * head_dim <= 1 << 15 and head_dim >= 16 and _roomy(device)
+    return in_features % BLOCK_IN == 0 and rotates(head_dim) and fits
 
 
 def rotated_heads(

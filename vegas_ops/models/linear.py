@@ -107,9 +107,9 @@ class Linear:
     ) -> torch.Tensor | None:  # fmt: skip
         """Of a layer that gives queries, keys and values: the queries of RMSNorm(x), after QK-norm and RoPE,
         with K and V in the cache (`fused.rotated_heads`); None where one kernel does not do all that."""
-        if self._weight is None or target is None or not fused.joins(self.in_features, head_norm.shape[1]):
+        if self._weight is None or target is None or not self._fused(x):
             return None
-        if not self._fused(x):
+        if not fused.joins(self.in_features, head_norm.shape[1], x.device):
             return None
         return fused.rotated_heads(
             x, self._weight, norm, head_norm, rope, positions, eps, target, self.fixed_rows
