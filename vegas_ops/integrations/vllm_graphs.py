@@ -1,13 +1,16 @@
-"""CUDA graphs of whole draft steps, attention included: vLLM captures those of drafts in pieces."""
+"""Draft steps on buffers of fixed addresses, on GPUs in CUDA graphs of whole steps, attention included:
+vLLM captures those of drafts in pieces, and samples between them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vegas_ops.integrations.vllm_attention import DraftMetadata, attention_layers
 
@@ -18,25 +21,33 @@ def graph_sizes(max_batch: int) -> list[int]:
     return sorted(n for n in sizes if n <= max_batch)
 
 
-class DraftGraphs:
-    """Stands in for the model in draft steps: replays where it can, calls the model elsewhere.
+class DraftSteps:
+    """Draft steps of a batch; `greedy` takes whole ones, up to the next step's inputs.
 
-    A graph reads input_ids, positions and slots, the proposer's own buffers, and `keys` and `table`,
-    which `load` fills. Rows beyond a batch have no keys and no slot.
+    Where drafts are sampled, it stands in for the model: replays a forward where it can, calls the
+    model elsewhere. A step reads input_ids, positions and slots, the proposer's own buffers, and `keys`
+    and `table`, which `load` fills. Rows beyond a batch have no keys and no slot.
+
+    greedy_sample: hidden states (n, hidden) to token ids (n,).
     """
 
     def __init__(
         self, model: Any, vllm_config: Any, input_ids: Tensor, positions: Tensor, slots: Tensor,
-        block_table_width: int,
+        page_size: int, greedy_sample: Callable[[Tensor], Tensor],
     ) -> None:  # fmt: skip
         self.model, self.vllm_config = model, vllm_config
         self.layers = attention_layers(vllm_config)
         self.input_ids, self.positions, self.slots = input_ids, positions, slots
+        self.page_size, self.greedy_sample = page_size, greedy_sample
+        self.max_keys = vllm_config.model_config.max_model_len
         self.sizes = graph_sizes(vllm_config.scheduler_config.max_num_seqs)
         rows, device = self.sizes[-1], input_ids.device
         self.keys = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.table = torch.zeros((rows, block_table_width), dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.table = torch.zeros((rows, -(-self.max_keys // page_size)), dtype=torch.int32, device=device)
+        gamma = vllm_config.speculative_config.num_speculative_tokens
+        self.drafts = torch.zeros((rows, gamma), dtype=torch.int64, device=device)  # the latest is last
+        self._forwards: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._steps: dict[int, torch.cuda.CUDAGraph] = {}
         self._cache_address = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -47,12 +58,12 @@ class DraftGraphs:
 
     def size_for(self, n: int) -> int | None:
         """Rows of the graph that serves a batch of n; None if there is none for the cache in use."""
-        if self._address() != self._cache_address:
+        if not self._steps or self._address() != self._cache_address:
             return None
         return next((size for size in self.sizes if size >= n), None)
 
     def load(self, keys: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of a batch's lengths and block table at the addresses that the graphs read."""
+        """Copies of a batch's lengths and block table at the addresses that steps read."""
         n = keys.shape[0]
         self.keys.zero_()
         self.keys[:n] = keys
@@ -60,22 +71,52 @@ class DraftGraphs:
         return self.keys[:n], self.table[:n]
 
     def capture(self) -> None:
-        """One graph per size, unless there are some for this cache: vLLM first captures beside a small
+        """Two graphs per size, unless there are some for this cache: vLLM first captures beside a small
         cache, to see what memory it takes."""
         if self._address() == self._cache_address:
             return
-        self._graphs.clear()
+        self._forwards.clear()
+        self._steps.clear()
         self.keys.zero_()
-        self.slots.fill_(-1)
+        self.slots.fill_(PADDING_SLOT_ID)
         pool = torch.cuda.graph_pool_handle()
         for n in reversed(self.sizes):
             for _ in range(2):
-                self._forward(n)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+                self._greedy_step(n)
+            forward, step = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(forward, pool=pool, stream=torch.cuda.current_stream()):
                 hidden = self._forward(n)
-            self._graphs[n] = graph, hidden
+            with torch.cuda.graph(step, pool=pool, stream=torch.cuda.current_stream()):
+                self._greedy_step(n)
+            self._forwards[n], self._steps[n] = (forward, hidden), step
         self._cache_address = self._address()
+
+    def greedy(self, slots: Tensor, steps: int) -> Tensor:
+        """Token ids (n, steps), for a batch whose inputs lie in the buffers, but for its slots (n,)."""
+        n = slots.shape[0]
+        size = self.size_for(n)
+        self.slots[:n] = slots
+        if size is not None:
+            self.slots[n:size].fill_(PADDING_SLOT_ID)
+        for _ in range(steps):
+            if size is None:
+                self._greedy_step(n)
+            else:
+                self._steps[size].replay()
+        return self.drafts[:n, -steps:].clone()
+
+    def _greedy_step(self, n: int) -> None:
+        token = self.greedy_sample(self._forward(n))
+        self.drafts[:n] = torch.cat([self.drafts[:n, 1:], token[:, None]], 1)
+        keys, position = self.keys[:n], self.positions[:n] + 1
+        over = (keys == 0) | (position >= self.max_keys)
+        position = position.masked_fill(over, 0)
+        page = self.table[:n].gather(1, (position // self.page_size)[:, None])[:, 0]
+        slots = page.long() * self.page_size + position % self.page_size
+        self.input_ids[:n] = token
+        self.positions[:n] = position
+        self.slots[:n] = slots.masked_fill(over, PADDING_SLOT_ID)
+        self.keys[:n] = (keys + 1).masked_fill(over, 0)
 
     def _forward(self, n: int) -> Tensor:
         metadata = DraftMetadata(n, self.keys[:n], self.table[:n])
@@ -90,8 +131,8 @@ class DraftGraphs:
 
     def __call__(self, input_ids: Tensor, positions: Tensor, **options: Any) -> Any:
         n, drafting = input_ids.shape[0], get_forward_context().attn_metadata is not None
-        if drafting and n in self._graphs and self._address() == self._cache_address:
-            graph, hidden = self._graphs[n]
+        if drafting and n in self._forwards and self._address() == self._cache_address:
+            graph, hidden = self._forwards[n]
             graph.replay()
             return hidden
         return self.model(input_ids=input_ids, positions=positions, **options)

@@ -12,12 +12,12 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vegas_ops.integrations.vllm_attention import attach, register_backends, restricted
-from vegas_ops.integrations.vllm_graphs import DraftGraphs
+from vegas_ops.integrations.vllm_graphs import DraftSteps
 
 
 class SelfDraftProposer(DraftModelProposer):
-    """Drafts with the target's weights, layers and cache; draft steps, sampling, draft probabilities
-    and the dispatch of graphs are the base's."""
+    """Drafts with the target's weights, layers and cache; sampled draft steps, draft probabilities and
+    the dispatch of graphs are the base's."""
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         # Before the target's layers are made.
@@ -29,7 +29,7 @@ class SelfDraftProposer(DraftModelProposer):
         super().__init__(vllm_config, device, runner)
         self._runner = runner
         self._num_rejected: Tensor | None = None
-        self._graphs: DraftGraphs | None = None
+        self._steps: DraftSteps | None = None
 
     def load_model(self, target_model: Any) -> None:
         self.model = target_model
@@ -43,29 +43,39 @@ class SelfDraftProposer(DraftModelProposer):
         self, num_tokens: int, *arguments: Any, is_graph_capturing: bool = False, **options: Any
     ) -> None:
         # Data parallel ranks draft in step with each other, with graphs of vLLM's own.
-        alone = self.vllm_config.parallel_config.data_parallel_size == 1
-        if is_graph_capturing and alone and not self.speculative_config.enforce_eager:
-            if self._graphs is None:
-                self._graphs = DraftGraphs(
-                    self.model, self.vllm_config, self.input_ids, self.positions, self._slot_mapping_buffer,
-                    -(-self.max_model_len // self.block_size),
-                )  # fmt: skip
-                self.model = self._graphs
-            self._graphs.capture()
+        if is_graph_capturing and self._alone() and not self.speculative_config.enforce_eager:
+            steps = self._draft_steps()
+            self.model = steps
+            steps.capture()
         super().dummy_run(num_tokens, *arguments, is_graph_capturing=is_graph_capturing, **options)
+
+    def _alone(self) -> bool:
+        return self.vllm_config.parallel_config.data_parallel_size == 1
+
+    def _draft_steps(self) -> DraftSteps:
+        if self._steps is None:
+            self._steps = DraftSteps(
+                self.model, self.vllm_config, self.input_ids, self.positions, self._slot_mapping_buffer,
+                self.block_size, self._greedy_sample,
+            )  # fmt: skip
+        return self._steps
 
     def _determine_batch_execution_and_padding(
         self, num_tokens: int, use_cudagraphs: bool = True
     ) -> tuple[CUDAGraphMode, int, Tensor | None]:
-        size = self._graphs.size_for(num_tokens) if self._graphs is not None and use_cudagraphs else None
+        size = self._steps.size_for(num_tokens) if self._steps is not None and use_cudagraphs else None
         if size is None:
             return super()._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
         return CUDAGraphMode.NONE, size, None
 
     def propose(
         self,
-        *arguments: Any,
+        num_speculative_tokens: int,
+        *,
+        next_token_ids: Tensor,
         target_hidden_states: Tensor,
+        common_attn_metadata: CommonAttentionMetadata,
+        sampling_metadata: Any,
         num_rejected_tokens_gpu: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
@@ -74,12 +84,40 @@ class SelfDraftProposer(DraftModelProposer):
         # Replays of shared graphs overwrite what the logprobs of prompts are still to be made of.
         prompt_logprobs = getattr(self._runner, "num_prompt_logprobs", None)
         kept = target_hidden_states.clone() if prompt_logprobs else None
-        drafts = super().propose(
-            *arguments, target_hidden_states=target_hidden_states, num_rejected_tokens_gpu=None, **options
-        )
+        greedy = sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs
+        if greedy and num_speculative_tokens and self._alone():
+            self.num_speculative_tokens, self._last_draft_probs = num_speculative_tokens, None
+            keys, slots = self._first_inputs(next_token_ids, common_attn_metadata)
+            steps = self._draft_steps()
+            steps.load(keys, common_attn_metadata.block_table_tensor[: keys.shape[0]])
+            drafts = steps.greedy(slots, num_speculative_tokens)
+        else:
+            drafts = super().propose(
+                num_speculative_tokens,
+                next_token_ids=next_token_ids,
+                target_hidden_states=target_hidden_states,
+                common_attn_metadata=common_attn_metadata,
+                sampling_metadata=sampling_metadata,
+                num_rejected_tokens_gpu=None,
+                **options,
+            )
         if kept is not None:
             target_hidden_states.copy_(kept)
         return drafts
+
+    def _first_inputs(self, next_token_ids: Tensor, cad: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
+        """One row per request: the token that follows the accepted ones. Its keys, itself included, and
+        its slot; token and position go into the buffers."""
+        n = cad.batch_size()
+        length = cad.seq_lens[:n]
+        if self._num_rejected is not None:
+            length = length - self._num_rejected[:n]
+        position = length.clamp(max=self.max_model_len - 1).long()
+        page = cad.block_table_tensor[:n].gather(1, (position // self.block_size)[:, None])[:, 0]
+        slots = page.long() * self.block_size + position % self.block_size
+        self.input_ids[:n] = next_token_ids[:n]
+        self.positions[:n] = position
+        return (position + 1).int(), slots.masked_fill(length >= self.max_model_len, PADDING_SLOT_ID)
 
     def set_inputs_first_pass(
         self,
@@ -91,20 +129,11 @@ class SelfDraftProposer(DraftModelProposer):
         cad: CommonAttentionMetadata,
         num_rejected_tokens_gpu: Tensor | None,
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
-        """One row per request: the token that follows the accepted ones."""
-        n = cad.batch_size()
-        length = cad.seq_lens[:n]
-        if self._num_rejected is not None:
-            length = length - self._num_rejected[:n]
-        position = length.clamp(max=self.max_model_len - 1).long()
-        page = cad.block_table_tensor[:n].gather(1, (position // self.block_size)[:, None])[:, 0]
-        slots = page.long() * self.block_size + position % self.block_size
-        slots = slots.masked_fill(length >= self.max_model_len, PADDING_SLOT_ID)
-        self.input_ids[:n] = next_token_ids[:n]
-        self.positions[:n] = position
-        rows, keys, table = self.arange[:n], (position + 1).int(), cad.block_table_tensor[:n]
-        if self._graphs is not None and self._graphs.size_for(n) is not None:
-            keys, table = self._graphs.load(keys, table)
+        keys, slots = self._first_inputs(next_token_ids, cad)
+        n, table = keys.shape[0], cad.block_table_tensor[: keys.shape[0]]
+        rows = self.arange[:n]
+        if self._steps is not None and self._steps.size_for(n) is not None:
+            keys, table = self._steps.load(keys, table)
         return n, rows, restricted(
             cad, None,
             query_start_loc=self.arange[: n + 1],
