@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 # isort: split
 # Its checks of transformers come first.
 from vegas_ops.integrations.transformers_model import (
+    EXPERTS,
     MODEL_TYPES,
     TransformersModel,
     check_class,
@@ -71,6 +72,13 @@ _WITHOUT_HISTORY = (
     logits_process.TopPLogitsWarper,
     logits_process.TypicalLogitsWarper,
 )
+# Of them those that CUDA graphs are known to hold.
+_IN_GRAPHS = (
+    logits_process.MinPLogitsWarper,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+)
 # Processors that keep a state from call to call, which drafts would disturb.
 _WITH_STATE = {
     logits_process.SynthIDTextWatermarkLogitsProcessor: "`watermarking_config` must not be SynthID's",
@@ -102,6 +110,7 @@ def generate(
     policy: str | Policy = "vegas",
     ratio: float = 0.07,
     min_tokens: int = 256,
+    graphs: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """`model.generate(...)` by self-speculation: the greedy output is the same (in fp32 on the CPU;
@@ -121,6 +130,8 @@ def generate(
         gamma: drafts per verification; 0 is plain decoding.
         policy: what drafts attend to: a name in `vegas_ops.speculative.POLICIES`, or a `Policy`.
         ratio, min_tokens: of a context of n tokens max(ratio * n, min_tokens), and all newer ones.
+        graphs: on a GPU, capture forwards as CUDA graphs and replay them. Default: yes, unless the model
+            has experts or a logits processor may wait for the device.
 
     Returns:
         (batch, length) token ids; a `GenerateOutput` with `return_dict_in_generate=True`. K and V of all
@@ -130,7 +141,8 @@ def generate(
         ValueError, TypeError: at the start, naming what is not supported.
     """
     speculation = {
-        "streamer": streamer, "gamma": gamma, "policy": policy, "ratio": ratio, "min_tokens": min_tokens
+        "streamer": streamer, "gamma": gamma, "policy": policy, "ratio": ratio, "min_tokens": min_tokens,
+        "graphs": graphs,
     }  # fmt: skip
     if hasattr(generation_config, "_pad_token_tensor"):  # transformers has prepared the call
         _check_withheld(sys._getframe(1).f_locals, streamer)
@@ -239,6 +251,7 @@ def _decode(
     policy: str | Policy,
     ratio: float,
     min_tokens: int,
+    graphs: bool | None,
     **model_kwargs: Any,
 ) -> Any:
     """The loop that transformers calls in place of its own."""
@@ -287,8 +300,11 @@ def _decode(
         device=adapter.device,
     )
     chunk = getattr(generation_config, "prefill_chunk_size", None) or PREFILL_CHUNK
-    # Code of other models may wait for the device.
-    decoder = SpeculativeDecoder(adapter, cache, prefill_chunk=chunk, graphs=False)
+    if graphs is None:
+        graphs = model.config.model_type not in EXPERTS and all(
+            type(p) in _IN_GRAPHS for p in logits_processor
+        )
+    decoder = SpeculativeDecoder(adapter, cache, prefill_chunk=chunk, graphs=graphs)
     for row in batch.rows:
         decoder.add(row)
     while decoder.waiting or decoder.running:

@@ -44,6 +44,10 @@ MODEL_TYPES = (
     "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
     "seed_oss", "smollm3", "starcoder2",
 )  # fmt: skip
+# Of them those with experts: their forwards may wait for the device, which no CUDA graph can hold.
+EXPERTS = (
+    "glm4_moe", "gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+)  # fmt: skip
 _ATTENTION = "vegas_ops"
 _CALLS: ContextVar[_Calls | None] = ContextVar("_CALLS", default=None)
 # What models hand to any attention function beside what `_Layer` holds, without a meaning for this one.
