@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from test_graphs import GPU_MODEL, sampled_requests
@@ -172,6 +174,48 @@ def test_tokens_read_between_steps_are_not_lost(model):
     for request, prompt in ((first, PROMPTS[0]), (second, PROMPTS[1])):
         assert given[request] == request.output
         assert [request.output] == decoder_of(model).generate([Request(prompt, gamma=0, max_new_tokens=80)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_batches(model, seed):
+    """Requests that join, leave, are preempted and end in every way, with few pages and adapting drafts."""
+    rng = random.Random(seed)
+    cache = decoder_of(model, num_tokens=rng.choice([260, 900]), page_size=rng.choice([1, 4])).cache
+    cost = rng.choice([None, 0.2, 1.0])
+    decoder = SpeculativeDecoder(model, cache, read_every=rng.choice([2, 3, 5, 8]), draft_cost=cost)
+    decoder.fixed_shapes = True
+    policies = [*POLICIES.values(), Vegas(refresh=3)]
+    plain = decoder_of(model).generate([Request(p, gamma=0, max_new_tokens=60) for p in PROMPTS])
+    queue, expected = [], {}
+    for _ in range(8):
+        i, n, at = rng.randrange(4), rng.randint(1, 60), rng.randrange(58)
+        options = {
+            "gamma": rng.randint(0, 7), "policy": rng.choice(policies), "max_new_tokens": n,
+            "stop_sequences": [plain[i][at : at + 2]] if rng.random() < 0.4 else (), **SMALL,
+        }  # fmt: skip
+        queue.append(Request(PROMPTS[i], **options))
+        alone = Request(PROMPTS[i], **{**options, "gamma": 0})
+        expected[queue[-1]] = decoder_of(model).generate([alone])[0]
+    given: dict[Request, list[int]] = {request: [] for request in queue}
+    while queue or decoder.running or decoder.waiting:
+        if queue and rng.random() < 0.5:
+            decoder.add(queue.pop(0))
+        chance = rng.random()
+        if chance < 0.05 and len(decoder.running) > 1:
+            decoder.preempt(rng.choice(decoder.running))
+        elif chance < 0.08 and decoder.running:
+            decoder.abort(rng.choice(decoder.running))
+        for request, tokens in decoder.step():
+            given[request] += tokens
+    for request, tokens in decoder.step():  # nothing runs: what an abort was the last to read
+        given[request] += tokens
+    for request, output in expected.items():
+        assert given[request] == request.output
+        whole = request.finish_reason not in ("abort", "error")
+        assert request.output == (output if whole else output[: len(request.output)])
+        assert request.error is None or "too small" in request.error
+    assert decoder.step() == []
+    assert cache.num_free_pages == cache.k.shape[1]
 
 
 @pytest.mark.parametrize("kind", ["sequence", "many stops", "processor", "refresh", "pages"])

@@ -56,7 +56,7 @@ class Unread:
         """Iterations of a next block, with pages for all of them; behind: of the block in flight. At most 1:
         none."""
         decoder = self.decoder
-        if any(q.logits_processor or q.forced_tokens is not None for q in requests):
+        if not requests or any(q.logits_processor or q.forced_tokens is not None for q in requests):
             return 0
         drafts = [q.most_drafts if decoder._selects else 0 for q in requests]
         for request, n in zip(requests, drafts, strict=True):
