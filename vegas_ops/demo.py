@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -199,12 +200,10 @@ def print_identity(
         console.print("  one output ends there", highlight=False)
         return False
     tokens = [*plain.prompt, *plain.output[:same]]
-    decoded = _logits_after(session, decoder, tokens, tokens, 0, plain)
     gamma = max(vegas.gamma, 1)
     # Among the rows of a verification, after 1 to gamma drafts: each place may round in its own way.
-    behind = [tokens[: -1 - i] for i in range(1, min(gamma, len(tokens) - 1) + 1)]
-    found = [_logits_after(session, decoder, prompt, tokens, gamma, plain) for prompt in behind]
-    verified = [logits for logits in found if logits is not None]
+    found = _logits_after(decoder, tokens, range(min(gamma, len(tokens) - 1) + 1), gamma, plain)
+    decoded, verified = found[0], [logits for logits in found[1:] if logits is not None]
     if decoded is None or not verified:
         return False
     pair = plain.output[same], vegas.output[same]
@@ -231,33 +230,31 @@ def gap_and_change(
 
 
 def _logits_after(
-    session: Session,
-    decoder: SpeculativeDecoder,
-    prompt: list[int],
-    tokens: list[int],
-    gamma: int,
-    plain: Request,
-) -> torch.Tensor | None:
-    """The target's logits after `tokens`, (vocab_size,), met when `prompt` is continued.
-
-    With drafts (made with everything, so that all fit) they are computed among the rows of a
-    verification, which comes last. None if greedy decoding did not pass through `tokens`.
+    decoder: SpeculativeDecoder, tokens: list[int], drafts: Sequence[int], gamma: int, plain: Request
+) -> list[torch.Tensor | None]:
+    """The target's logits after `tokens`, (vocab_size,), for each number of drafts at the end of them: none
+    is plain decoding, others are a verification's rows (of drafts made with everything, so that all fit).
+    None where greedy decoding did not pass through `tokens`.
     """
-    found: list[torch.Tensor] = []
+    found: list[torch.Tensor | None] = [None] * len(drafts)
 
-    def catch(history: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        if history.tolist() == tokens:
-            found.append(logits.clone())
+    def catch(i: int, history: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if history.shape[0] == len(tokens) and history.tolist() == tokens:
+            found[i] = logits.clone()  # a draft's first, then the verification's
         return logits
 
-    request = Request(
-        prompt,
-        SamplingParams(),
-        max_new_tokens=len(tokens) - len(prompt) + max(gamma, 1),
-        gamma=gamma,
-        policy=Full(),
-        logits_processor=catch,
-        share_prefix_with=plain.share_prefix_with,
-    )
-    session.run(decoder, request)
-    return found[-1] if found else None
+    requests = [
+        Request(
+            tokens[: len(tokens) - n - 1] if n else tokens,
+            SamplingParams(),
+            max_new_tokens=1 + n + gamma if n else 1,
+            gamma=gamma if n else 0,
+            policy=Full(),
+            logits_processor=partial(catch, i),
+            max_iterations=1,
+            share_prefix_with=plain.share_prefix_with,
+        )
+        for i, n in enumerate(drafts)
+    ]
+    decoder.generate(requests)
+    return found

@@ -148,9 +148,11 @@ class SpeculativeDecoder:
 
         Its selection stays, as token indices, so its drafts go on as if nothing had happened.
         """
-        self._unread.settle()
         if request not in self.running:
             raise ValueError("`request` must be running, got one that is not")
+        self._unread.settle()
+        if request.finished:  # as was to be read
+            return
         self.running.remove(request)
         self._release(request)
         self._ahead = None  # it wrote into the pages given back
