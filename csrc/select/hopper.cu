@@ -8,9 +8,7 @@ namespace vegas_ops {
 namespace selection::hopper {
 namespace {
 
-constexpr int kMinShare = 2048;     // scores of a CTA: below, exchanging costs more than it saves
 constexpr int kFullClusters = 100;  // multiprocessors of a GPU that schedules clusters of 16
-
 constexpr int kMostClusterBits = 4;
 constexpr int most_cluster_bits(int num_sms) { return num_sms >= kFullClusters ? kMostClusterBits : 3; }
 
@@ -22,17 +20,22 @@ int64_t most_places(const VegasSelectParams& p) {
   return int64_t{p.max_seqlen_k} + (aligned && p.pool_after % 4 == 0 ? 0 : 3);
 }
 
-// As many CTAs per list as it takes to keep it in shared memory, and more where multiprocessors are idle.
-Shape shape_for(int64_t lists, int64_t places, int num_sms) {
-  Shape shape = {0, kShortestRunBits};
-  const auto share = [&] { return (places + (int64_t{1} << shape.cluster_bits) - 1) >> shape.cluster_bits; };
-  while (shape.cluster_bits < most_cluster_bits(num_sms) &&
-         (share() > kThreads << kLongestRunBits ||
-          (share() > kMinShare && lists << (shape.cluster_bits + 1) <= num_sms))) {
-    ++shape.cluster_bits;
+// As many CTAs per list as it takes to read it in a few turns, and more where multiprocessors are idle.
+Shape shape_for(int64_t lists, const VegasSelectParams& p, int num_sms) {
+  const int row = row_places(p.pool_before + p.pool_after);
+  const int64_t rows = (most_places(p) + row - 1) / row;
+  int bits = 0;
+  const auto share = [&] { return (rows + (int64_t{1} << bits) - 1) >> bits; };
+  const auto ctas = [&] { return lists << bits; };
+  // Large clusters do not pack well: for little work, no more than half of the multiprocessors have to take them.
+  const auto idle = [&] { return bits < 2 || share() > 6 * kWarps ? num_sms : num_sms / 2; };
+  while (bits < most_cluster_bits(num_sms) &&
+         (share() > kFewTurns * kWarps || (share() > kWarps && 2 * ctas() <= idle()))) {
+    ++bits;
   }
-  while (shape.run_bits < kLongestRunBits && kThreads << shape.run_bits < share()) ++shape.run_bits;
-  return shape;
+  // Nor do two of their CTAs on every multiprocessor: rather one, and all at once, than a few after the others.
+  if (bits > 1 && 16 * ctas() > 15 * 2 * num_sms && ctas() <= 2 * num_sms && 2 * share() <= kMostTurns * kWarps) --bits;
+  return {bits, static_cast<int>((share() + kWarps - 1) / kWarps)};
 }
 
 using Kernel = void (*)(VegasSelectParams, Wave, Shape);
@@ -44,10 +47,10 @@ cudaError_t launch(const VegasSelectParams& p, const Wave& wave, cudaStream_t st
   int num_sms;
   cudaError_t error = num_multiprocessors(&num_sms);
   if (error != cudaSuccess) return error;
-  const Shape shape = shape_for(wave.lists, most_places(p), num_sms);
+  const Shape shape = shape_for(wave.lists, p, num_sms);
   const Kernel kernel = kKernels[p.pool_before + p.pool_after];
   // The same for every call, since threads of the host share it.
-  constexpr int kMostBytes = shared_bytes({kMostClusterBits, kLongestRunBits});
+  constexpr int kMostBytes = shared_bytes({kMostClusterBits, kMostTurns});
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
   if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error == cudaSuccess)
@@ -66,8 +69,9 @@ bool select_hopper_takes(const VegasSelectParams& p) {
   using namespace selection::hopper;
   int num_sms;
   if (num_multiprocessors(&num_sms) != cudaSuccess) return false;
-  const int64_t most = int64_t{kThreads << kLongestRunBits} << most_cluster_bits(num_sms);
-  return int64_t{p.pool_before} + p.pool_after <= kMaxReach && most_places(p) <= most;
+  const int64_t reach = int64_t{p.pool_before} + p.pool_after;
+  return reach <= kMaxReach && most_places(p) <= int64_t{kMostTurns * kWarps * row_places(kMaxReach)}
+                                                     << most_cluster_bits(num_sms);
 }
 
 int select_hopper(const VegasSelectParams& p, void* stream) {

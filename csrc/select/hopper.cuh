@@ -1,204 +1,22 @@
-// Selection on Hopper: a list is read once and chosen from within one launch, by a cluster of thread blocks that keep
-// its scores in their shared memory.
+// Selection on Hopper: a list is chosen from within one launch, by a cluster of thread blocks that read it once.
 //
-// Every CTA owns a slice of the list, every thread runs of neighbouring scores in it. A sample, the same in every CTA,
-// brackets the threshold; a bit per score says which are worth a second look. The keys of those are counted in bins,
-// the counts of all CTAs exchanged, and the few keys of the bin that holds the threshold too, from which each CTA knows
-// the threshold and how many tokens earlier slices write. Where the sample misleads, or too many keys share a bin, the
-// counting repeats with another interval: slower, never wrong. Integers alone decide, so results are identical on
-// every run, and to those of the portable kernels.
+// A sample, the same in every CTA, brackets the threshold. Scores then stream through registers: a bit says which lie
+// above the bracket, and the few inside it are listed, warp by warp. These are counted in bins, the counts of all CTAs
+// exchanged, and the few keys of the bin that holds the threshold too, from which each CTA knows the threshold and how
+// many tokens earlier slices write. Where the sample misleads, or a list has no room, scores are read again: slower,
+// never wrong. Integers alone decide, so results are identical on every run, and to those of the portable
+// kernels.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "common/warp_scan.cuh"
-#include "select/hopper_exchange.cuh"
-#include "select/hopper_slice.cuh"
+#include "select/hopper_bracket.cuh"
 #include "select/wave.h"
 
 namespace vegas_ops::selection::hopper {
 
-constexpr int kIntervalBins = 128;  // the last counts what lies above the others
-constexpr int kSampleBins = 256;
-constexpr int kListed = 256;                   // keys that are ranked one by one
-constexpr uint32_t kLowestKey = 0x00800000u;   // of -FLT_MAX
-constexpr uint32_t kHighestKey = 0xff800000u;  // of +inf
-
-// How a launch divides lists: CTAs of a cluster, and scores of a thread, at most. Powers of two, by their exponents,
-// spare the kernel divisions.
-struct Shape {
-  int32_t cluster_bits;
-  int32_t run_bits;
-};
-
-struct Interval {  // of keys, both ends included
-  uint32_t low;
-  uint32_t high;
-};
-
-struct alignas(16) Shared {
-  uint32_t sample[kSampleBins];
-  uint32_t histogram[kIntervalBins];
-  uint32_t own[kListed];                 // keys of the threshold's bin in this slice
-  uint32_t listed[kListed];              // received: those of all slices
-  uint32_t received_least[kMaxCluster];  // received, where these are too many: the extremes of every CTA's
-  uint32_t received_most[kMaxCluster];
-  Mailbox count_mail;
-  Mailbox key_mail;
-  Quota quota;
-  uint32_t warp_least[kWarps];
-  uint32_t warp_most[kWarps];
-  uint32_t warp_sums[kWarps];
-  Interval interval;
-  uint32_t least;
-  uint32_t most;
-  uint32_t num_own;
-  uint32_t better;  // tokens above the threshold in earlier slices
-  uint32_t equal;
-  uint32_t threshold;
-  uint32_t ties;
-  uint32_t bin;
-  uint32_t rank;
-  uint32_t count;
-  uint32_t total;
-};
-// Then the histograms of the cluster's CTAs, and the slice's scores.
-
-__host__ __device__ constexpr int shared_bytes(const Shape& shape) {
-  return static_cast<int>(sizeof(Shared) + (kIntervalBins * sizeof(uint32_t) << shape.cluster_bits) +
-                          (kThreads * sizeof(float) << shape.run_bits));
-}
-
-// ---- the interval ---------------------------------------------------------------------------------------------------
-
-// The least shift that maps keys 0 ... width to bins 0 ... most, for most = 2^bits - 1 or less.
-__device__ __forceinline__ int bin_shift(uint32_t width, uint32_t most, int bits) {
-  const int shift = larger(32 - bits - __clz(width), 0);
-  return width >> shift > most ? shift + 1 : shift;
-}
-
-// The last key of the bin of 2^shift keys that begins with `low`, in an interval that ends with `high`.
-__device__ __forceinline__ uint32_t bin_end(uint32_t low, int shift, uint32_t high) {
-  return high - low >> shift ? low + ((1u << shift) - 1) : high;
-}
-
-// A warp's bins, best first: those of lane l begin with the bin kPerLane * l from the top.
-template <int kPerLane>
-struct Ranking {
-  uint32_t through[kPerLane];  // keys of a bin and of all better ones
-  uint32_t total;
-
-  __device__ __forceinline__ explicit Ranking(const uint32_t (&counts)[kPerLane]) {
-    uint32_t sum = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) through[i] = sum += counts[i];
-    uint32_t inclusive = sum;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const uint32_t better = __shfl_up_sync(kAllLanes, inclusive, offset);
-      if (lane_of_thread() >= offset) inclusive += better;
-    }
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) through[i] += inclusive - sum;
-    total = __shfl_sync(kAllLanes, inclusive, 31);
-  }
-
-  // How many bins from the top hold fewer than `rank` keys together, which makes it the bin of the rank-th key.
-  __device__ __forceinline__ uint32_t find(uint32_t rank) const {
-    uint32_t passed = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) passed += through[i] < rank;
-    return __reduce_add_sync(kAllLanes, passed);
-  }
-
-  // Keys of the bins before that, and with it.
-  __device__ __forceinline__ uint2 around(uint32_t rank) const {
-    uint32_t before = 0, with = kAllLanes;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (through[i] < rank) before = max(before, through[i]);
-      if (through[i] >= rank) with = min(with, through[i]);
-    }
-    return make_uint2(__reduce_max_sync(kAllLanes, before), __reduce_min_sync(kAllLanes, with));
-  }
-};
-
-// The key of a thread's sample, the last of a group; 0 where that is not ranked.
-template <int kReach>
-__device__ __forceinline__ uint32_t sample_key(const Slice& slice) {
-  const int32_t count = slice.end - slice.begin;
-  const int32_t drawn = slice.begin + static_cast<int32_t>(static_cast<int64_t>(threadIdx.x) * count / kThreads);
-  const int32_t group = drawn - ((drawn - slice.first) & 3), place = group + 3;
-  if (place < slice.begin || place >= slice.end) return 0;
-  const float low = negative_infinity();
-  float4 older = make_float4(low, low, low, low), old = older;
-  if (kReach > 0) old = load_group(slice, group - 4);
-  if (kReach > 4) older = load_group(slice, group - 8);
-  const float4 own = load_group(slice, group);
-  const float itself = slice.after ? slice.scores[place - slice.after] : own.w;
-  const float most = window_maxima<kReach>(older, old, own).w;
-  return itself > low ? order_key(__float_as_uint(most)) : 0;
-}
-
-// Keys between which the threshold of a list probably lies: ranks three deviations around the expected one, widened to
-// bins. `share` is that of the selected tokens.
-__device__ __forceinline__ Interval sample_interval(Shared& shared, uint32_t key, float share) {
-  const int lane = lane_of_thread(), warp = warp_of_thread();
-  const uint32_t warp_least = __reduce_min_sync(kAllLanes, key ? key : kAllLanes);
-  const uint32_t warp_most = __reduce_max_sync(kAllLanes, key);
-  if (lane == 0) shared.warp_least[warp] = warp_least, shared.warp_most[warp] = warp_most;
-  __syncthreads();
-  const uint32_t least = __reduce_min_sync(kAllLanes, shared.warp_least[lane % kWarps]);
-  const uint32_t most = __reduce_max_sync(kAllLanes, shared.warp_most[lane % kWarps]);
-  if (most == 0) return {kLowestKey, kHighestKey};
-  const int shift = bin_shift(most - least, kSampleBins - 1, 8);
-  if (key) atomicAdd(&shared.sample[key - least >> shift], 1u);
-  __syncthreads();
-  if (warp == 0) {
-    constexpr int kPerLane = kSampleBins / 32;
-    uint32_t counts[kPerLane];
-#pragma unroll
-    for (int i = 0; i < kPerLane; i += 4) {
-      const uint4 v = *reinterpret_cast<const uint4*>(shared.sample + kSampleBins - 4 - kPerLane * lane - i);
-      counts[i] = v.w, counts[i + 1] = v.z, counts[i + 2] = v.y, counts[i + 3] = v.x;
-    }
-    const Ranking<kPerLane> ranking(counts);
-    const float expected = share * ranking.total, variance = expected * (1 - share) + 1e-6f;
-    const float margin = 3 * variance * rsqrtf(variance) + 2;
-    const int32_t upper = static_cast<int32_t>(expected - margin);
-    const uint32_t lower = static_cast<uint32_t>(expected + margin) + 1;
-    const auto low_of = [&](uint32_t from_top) { return least + (kSampleBins - 1 - from_top << shift); };
-    Interval interval = {kLowestKey, most};
-    if (upper > 0) interval.high = bin_end(low_of(ranking.find(upper)), shift, most);
-    if (lower <= ranking.total) interval.low = low_of(ranking.find(lower));
-    if (lane == 0) shared.interval = interval;
-  }
-  __syncthreads();
-  return shared.interval;
-}
-
 // ---- the threshold --------------------------------------------------------------------------------------------------
-
-struct Chosen {
-  uint32_t threshold;
-  uint32_t ties;    // tokens equal to it that are taken
-  uint32_t taken;   // in all
-  uint32_t better;  // above it in earlier slices
-  uint32_t equal;
-};
-
-// Exclusive sum over the CTA's threads; `total` is the sum of all.
-__device__ __forceinline__ uint32_t block_scan(uint32_t value, Shared& shared, uint32_t& total) {
-  const uint32_t inclusive = warp_scan(value);
-  if (lane_of_thread() == 31) shared.warp_sums[warp_of_thread()] = inclusive;
-  __syncthreads();
-  const uint32_t sum = shared.warp_sums[lane_of_thread() % kWarps];
-  const bool counts = lane_of_thread() < kWarps;
-  const uint32_t before = __reduce_add_sync(kAllLanes, counts && lane_of_thread() < warp_of_thread() ? sum : 0);
-  total = __reduce_add_sync(kAllLanes, counts ? sum : 0);
-  __syncthreads();
-  return before + inclusive - value;
-}
 
 // output_of, without divisions where a page has 2^n tokens.
 __device__ __forceinline__ int32_t written_for(const VegasSelectParams& p, int32_t request, int32_t token) {
@@ -208,95 +26,210 @@ __device__ __forceinline__ int32_t written_for(const VegasSelectParams& p, int32
 }
 
 // The cluster's search for the threshold of one list, and the writing of what beats it.
+template <int kReach>
 struct Selector {
+  static constexpr int kHalo = halo_lanes(kReach), kRow = row_places(kReach);
   const VegasSelectParams& p;
   Shared& shared;
-  uint32_t* histograms;  // (ctas, kIntervalBins), received
-  float4* scores;
+  const Arrays& arrays;
   const Slice& slice;
-  uint32_t ctas;  // of the cluster
-  uint32_t cta;   // this one
-  uint32_t mask;  // reordered: scores that may be chosen
-  uint32_t counted = 0;
-  uint32_t exchanged = 0;
+  const float* memory;  // to which the slice counts
+  uint32_t ctas;        // of the cluster
+  uint32_t cta;         // this one
+  int32_t room;         // of a warp's list
+  int32_t num_inside = 0;
+  bool streamed_one_key = false;
+  uint32_t counts_sent = 0;
+  uint32_t keys_sent = 0;
 
-  template <class Visit>
-  __device__ __forceinline__ void visit(Visit visit) const {
-    visit_scores(slice, scores, mask, visit);
-  }
+  __device__ __forceinline__ const float* scores() const { return memory + slice.offset; }
+  __device__ __forceinline__ static int32_t place_of_lane() { return kGroup * (lane_of_thread() - kHalo); }
 
-  // Counts keys by bins of 2^shift from interval.low on, and those above the interval in the last bin; then every CTA
-  // has the counts of all.
-  __device__ __forceinline__ void count(const Interval& interval, int shift) {
-    uint32_t above = 0;
-    visit([&](int, uint32_t key) {
-      if (key > interval.high) {
-        ++above;
-      } else if (key >= interval.low) {
-        atomicAdd(&shared.histogram[(key - interval.low) >> shift], 1u);
+  // Reads the slice, of which this warp's first row is loaded. Bits say which scores are selectable and at or above the
+  // interval; those inside it are listed, or counted at once, or, if they are all the same, have a bit of their own.
+  __device__ __forceinline__ void stream(float4& next, const Interval& interval, bool at_once) {
+    const float* const scores = this->scores();
+    const int lane = lane_of_thread(), warp = warp_of_thread();
+    const float low = lane < kHalo ? __int_as_float(0x7f800000) : score_below(interval.low);
+    const float high = score_at(interval.high);
+    const bool one_key = is_one_key(interval);
+    const int32_t after = slice.after, rows = slice.rows, last_group = slice.last_group;
+    const int32_t whole_from = slice.begin + kGroup * kHalo, whole_end = smaller(slice.end, slice.length) - kRow;
+    Listed* const list = arrays.listed + warp * room;
+    num_inside = 0;
+    int32_t from = slice.first + warp * kRow;
+#pragma unroll 1
+    for (int row = warp; row < rows; row += kWarps, from += kWarps * kRow) {
+      float4 group = next;
+      const int32_t place = from + place_of_lane();
+      if (row + kWarps < rows) load_group(next, scores, place + kWarps * kRow, last_group);
+      const bool whole = from >= whole_from && from <= whole_end;
+      if (!whole) trim_group(group, slice, scores, place);
+      float x[kGroup] = {group.x, group.y, group.z, group.w}, itself[kGroup] = {group.x, group.y, group.z, group.w};
+      if (kReach > 0) {
+        pool<kReach>(x, Tails(group));
+        if (after) delay(itself, after);
       }
-    });
-    above = __reduce_add_sync(kAllLanes, above);
-    if (lane_of_thread() == 0 && above) atomicAdd(&shared.histogram[kIntervalBins - 1], above);
-    __syncthreads();
-    const bool alone = ctas == 1;
-    if (threadIdx.x == 0) shared.count_mail.expect(ctas * kIntervalBins * sizeof(uint32_t), alone);
-    if (warp_of_thread() < ctas) {
-      const int lane = lane_of_thread();
-      shared.count_mail.send(reinterpret_cast<uint4*>(histograms + kIntervalBins * cta) + lane, warp_of_thread(),
-                             reinterpret_cast<uint4*>(shared.histogram)[lane], alone);
+      if (!whole) {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          const bool ranked =
+              static_cast<uint32_t>(place + i - slice.begin) < static_cast<uint32_t>(slice.end - slice.begin);
+          if (!ranked) itself[i] = negative_infinity();
+        }
+      }
+      uint32_t above[kGroup], inside[kGroup];
+      bool is_inside[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        const float score = kReach > 0 ? x[i] : itself[i];
+        const bool taken = (kReach == 0 || itself[i] > negative_infinity()) && score > low;
+        is_inside[i] = taken && !(score >= high);
+        above[i] = __ballot_sync(kAllLanes, taken && score >= high);
+        inside[i] = __ballot_sync(kAllLanes, is_inside[i]);
+      }
+      const uint4 inside_words = make_uint4(inside[0], inside[1], inside[2], inside[3]);
+      if (lane == 0) {
+        arrays.above[row] = make_uint4(above[0], above[1], above[2], above[3]);
+        arrays.equal[row] = one_key ? inside_words : make_uint4(0, 0, 0, 0);
+      }
+      int32_t slot = at_once ? 0 : num_inside;
+      num_inside += popc(inside_words);
+      if (!one_key && slot + popc(inside_words) <= room) {
+        const uint32_t before = (1u << lane) - 1;
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          if (is_inside[i]) {
+            const float score = kReach > 0 ? x[i] : itself[i];
+            list[slot + __popc(inside[i] & before)] = {__float_as_uint(score),
+                                                       static_cast<uint32_t>(128 * row + 32 * i + lane)};
+          }
+          slot += __popc(inside[i]);
+        }
+        if (at_once) {
+          __syncwarp();
+          count_listed(interval, slot);
+          __syncwarp();
+        }
+      }
     }
-    shared.count_mail.wait(counted++, alone);
   }
 
-  // Finds the bin of the rank-th key, and makes ready for the next count.
-  __device__ __forceinline__ void locate(uint32_t rank) {
-    if (warp_of_thread() == 0) {
-      uint32_t counts[kIntervalBins / 32] = {};
-      const uint32_t* at = histograms + kIntervalBins - 4 - kIntervalBins / 32 * lane_of_thread();
-#pragma unroll 4
-      for (uint32_t from = 0; from < ctas; ++from, at += kIntervalBins) {
-        const uint4 v = *reinterpret_cast<const uint4*>(at);
-        counts[0] += v.w, counts[1] += v.z, counts[2] += v.y, counts[3] += v.x;
+  // Adds a warp's listed scores, from now on keys, to the histogram of an interval.
+  __device__ __forceinline__ void count_listed(const Interval& interval, int32_t count) const {
+    Listed* const list = arrays.listed + warp_of_thread() * room;
+    const int shift = bin_shift(interval);
+#pragma unroll 1
+    for (int32_t i = lane_of_thread(); i < count; i += 32) {
+      const uint32_t key = key_of_selectable(list[i].score);
+      list[i].score = key;
+      atomicAdd(&shared.histogram[key - interval.low - 1 >> shift], 1u);
+    }
+  }
+
+  __device__ __forceinline__ bool alone() const { return ctas == 1; }
+
+  // Every CTA gets the counts of all.
+  __device__ __forceinline__ void exchange_counts() {
+    __syncthreads();
+    if (threadIdx.x == 0) shared.count_mail.expect(ctas * kBins * sizeof(uint32_t), alone());
+    if (warp_of_thread() < ctas) {
+#pragma unroll
+      for (int i = lane_of_thread(); i < kBins / 4; i += 32) {
+        shared.count_mail.send(reinterpret_cast<uint4*>(arrays.histograms + kBins * cta) + i, warp_of_thread(),
+                               reinterpret_cast<uint4*>(shared.histogram)[i], alone());
       }
-      const Ranking<kIntervalBins / 32> ranking(counts);
-      const uint32_t from_top = ranking.find(rank);
-      const uint2 around = ranking.around(rank);
-      if (lane_of_thread() == 0) {
-        shared.total = ranking.total;
-        shared.bin = kIntervalBins - 1 - from_top;
-        shared.rank = rank - around.x;
-        shared.count = around.y - around.x;
+    }
+    shared.count_mail.wait(counts_sent++, alone());
+  }
+
+  // Counts what was streamed, by bins of the interval, and what lies above.
+  __device__ __forceinline__ void count(const Interval& interval, bool at_once) {
+    __syncwarp();
+    uint32_t above = 0;
+#pragma unroll 1
+    for (int row = warp_of_thread() + kWarps * lane_of_thread(); row < slice.rows; row += 32 * kWarps) {
+      above += popc(arrays.above[row]);
+    }
+    above = __reduce_add_sync(kAllLanes, above);
+    const bool fits = num_inside <= room, by_bins = fits && !is_one_key(interval);
+    if (lane_of_thread() == 0) {
+      above += fits || at_once || is_one_key(interval) ? 0 : kOverflow;
+      if (above) atomicAdd(&shared.histogram[kAbove], above);
+      if (!by_bins && !at_once && num_inside) atomicAdd(&shared.histogram[0], num_inside);
+    }
+    if (by_bins && !at_once) count_listed(interval, num_inside);
+    exchange_counts();
+  }
+
+  // Finds the bin of the rank-th key, unless there are fewer. Earlier slices have `better_bins` keys in better ones
+  // that are not counted.
+  __device__ __forceinline__ void locate(uint32_t rank, uint32_t better_bins) {
+    if (warp_of_thread() == 0) {
+      constexpr int kOwn = kBins / 32;
+      const int lane = lane_of_thread();
+      uint32_t counts[kOwn] = {}, earlier[kOwn] = {}, sum = 0;
+      const uint4* at = reinterpret_cast<const uint4*>(arrays.histograms + kBins - kOwn * (lane + 1));
+#pragma unroll 2
+      for (uint32_t from = 0; from < ctas; ++from, at += kBins / 4) {
+        const uint4 low = at[0], high = at[1];
+        const uint32_t theirs[kOwn] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) counts[i] += theirs[i], earlier[i] += from < cta ? theirs[i] : 0;
+      }
+      if (lane == 0) {
+        shared.overflows = counts[0] / kOverflow;
         shared.num_own = 0;
         shared.least = kAllLanes, shared.most = 0;
-        shared.better = shared.equal = 0;
+        counts[0] %= kOverflow, earlier[0] %= kOverflow;
       }
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) sum += counts[i];
+      uint32_t through = warp_scan(sum);
+      const uint32_t total = __shfl_sync(kAllLanes, through, 31);
+      through -= sum;
+      uint32_t better = lane == 0 ? better_bins : 0;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const uint32_t before = through;
+        through += counts[i];
+        if (through < rank) better += earlier[i];
+        if (before < rank && rank <= through) {
+          shared.found = {kAbove - kOwn * static_cast<uint32_t>(lane) - i, rank - before, counts[i], earlier[i]};
+        }
+      }
+      better = __reduce_add_sync(kAllLanes, better);
+      if (lane == 0) shared.total = total, shared.better = better, shared.equal = 0;
     }
     __syncthreads();
-    if (threadIdx.x < kIntervalBins) shared.histogram[threadIdx.x] = 0;  // only now have all warps sent their copies
   }
 
-  // Sends the `count` keys of an interval to all CTAs, after those of earlier slices.
-  __device__ __forceinline__ void list_keys(const Interval& interval, uint32_t count, uint32_t earlier) {
-    visit([&](int, uint32_t key) {
-      if (key >= interval.low && key <= interval.high) shared.own[atomicAdd(&shared.num_own, 1u)] = key;
+  template <class Visit>
+  __device__ __forceinline__ void visit_listed(const Interval& interval, Visit visit) const {
+    const Listed* const list = arrays.listed + warp_of_thread() * room;
+#pragma unroll 1
+    for (int32_t i = lane_of_thread(); i < num_inside; i += 32) {
+      const uint32_t key = list[i].score;
+      if (key > interval.low && key < interval.high) visit(key);
+    }
+  }
+
+  // Sends the listed keys of an interval to all CTAs, after those of earlier slices.
+  __device__ __forceinline__ void exchange_keys(const Interval& interval) {
+    if (threadIdx.x == 0) shared.key_mail.expect(shared.found.count * sizeof(uint32_t), alone());
+    const uint32_t earlier = shared.found.earlier;
+    visit_listed(interval, [&](uint32_t key) {
+      const uint32_t at = earlier + atomicAdd(&shared.num_own, 1u);
+#pragma unroll 1
+      for (uint32_t to = 0; to < ctas; ++to) shared.key_mail.send(shared.ranked + at, to, key, alone());
     });
-    __syncthreads();
-    const bool alone = ctas == 1;
-    if (threadIdx.x == 0) shared.key_mail.expect(count * sizeof(uint32_t), alone);
-    if (warp_of_thread() < ctas) {
-      for (uint32_t i = lane_of_thread(); i < shared.num_own; i += 32) {
-        shared.key_mail.send(shared.listed + earlier + i, warp_of_thread(), shared.own[i], alone);
-      }
-    }
-    shared.key_mail.wait(exchanged++, alone);
+    shared.key_mail.wait(keys_sent++, alone());
   }
 
-  // The keys of an interval that occur.
+  // The listed keys of an interval that occur lie in the interval returned.
   __device__ __forceinline__ Interval occupied(const Interval& interval) {
     uint32_t least = kAllLanes, most = 0;
-    visit([&](int, uint32_t key) {
-      if (key < interval.low || key > interval.high) return;
+    visit_listed(interval, [&](uint32_t key) {
       least = min(least, key);
       most = max(most, key);
     });
@@ -307,206 +240,331 @@ struct Selector {
       atomicMax(&shared.most, most);
     }
     __syncthreads();
-    const bool alone = ctas == 1;
-    if (threadIdx.x == 0) shared.key_mail.expect(ctas * 2 * sizeof(uint32_t), alone);
+    if (threadIdx.x == 0) shared.key_mail.expect(ctas * 2 * sizeof(uint32_t), alone());
     if (threadIdx.x < ctas) {
-      shared.key_mail.send(shared.received_least + cta, threadIdx.x, shared.least, alone);
-      shared.key_mail.send(shared.received_most + cta, threadIdx.x, shared.most, alone);
+      shared.key_mail.send(shared.received_least + cta, threadIdx.x, shared.least, alone());
+      shared.key_mail.send(shared.received_most + cta, threadIdx.x, shared.most, alone());
     }
-    shared.key_mail.wait(exchanged++, alone);
+    shared.key_mail.wait(keys_sent++, alone());
     const uint32_t from = lane_of_thread() & (ctas - 1);
-    return {__reduce_min_sync(kAllLanes, shared.received_least[from]),
-            __reduce_max_sync(kAllLanes, shared.received_most[from])};
+    return {__reduce_min_sync(kAllLanes, shared.received_least[from]) - 1,
+            __reduce_max_sync(kAllLanes, shared.received_most[from]) + 1};
   }
 
-  // The rank-th of the listed keys becomes the threshold. As many threads as there are share a key's comparisons.
-  __device__ __forceinline__ void rank_listed(uint32_t count, uint32_t rank) {
-    if (threadIdx.x < 3 && count + threadIdx.x < kListed) shared.listed[count + threadIdx.x] = 0;  // of the last four
-    __syncthreads();
-    int threads = kThreads / kListed;
-    while (threads < 32 && count * 2 * threads <= kThreads) threads *= 2;
-    const uint32_t mine = threadIdx.x / threads, part = threadIdx.x % threads;
-    const uint32_t key = mine < count ? shared.listed[mine] : 0;
-    uint32_t order = 0;  // better keys, and 2^16 times equal ones
-    if (mine < count) {
-      for (uint32_t other = part; other < (count + 3) / 4; other += threads) {
-        const uint4 theirs = reinterpret_cast<const uint4*>(shared.listed)[other];
+  // The rank-th of the keys received becomes the threshold. Four threads share a key's comparisons; keys beyond the
+  // count are 0.
+  __device__ __forceinline__ void rank_keys(const Found& found) {
+    const uint32_t mine = threadIdx.x / 4;
+    if (mine < (found.count + 7 & ~7u)) {
+      const uint32_t key = shared.ranked[mine];
+      uint32_t order = 0;  // better keys, and 2^16 times equal ones
+#pragma unroll 1
+      for (uint32_t other = threadIdx.x % 4; 4 * other < found.count; other += 4) {
+        const uint4 theirs = reinterpret_cast<const uint4*>(shared.ranked)[other];
         order += (theirs.x > key) + (theirs.y > key) + (theirs.z > key) + (theirs.w > key);
         order += (theirs.x == key) + (theirs.y == key) + (theirs.z == key) + (theirs.w == key) << 16;
       }
-    }
-    for (int offset = 1; offset < threads; offset *= 2) order += __shfl_xor_sync(kAllLanes, order, offset);
-    const uint32_t better = order & 0xffff, equal = order >> 16;
-    if (mine < count && better < rank && rank <= better + equal) {
-      shared.threshold = key;
-      shared.ties = rank - better;
+      order += __shfl_xor_sync(kAllLanes, order, 1);
+      order += __shfl_xor_sync(kAllLanes, order, 2);
+      const uint32_t better = order & 0xffff, equal = order >> 16;
+      if (key && better < found.rank && found.rank <= better + equal) {
+        shared.threshold = key;
+        shared.ties = found.rank - better;
+        shared.all_equal = equal;
+      }
     }
     __syncthreads();
-  }
-
-  __device__ __forceinline__ Chosen find_threshold(Interval interval, uint32_t rank) {
-    Chosen chosen = {0, 0, rank, 0, 0};
-    int bin;
-    uint32_t listed = 0;  // keys, of which earlier slices' come first
-    uint32_t earlier = 0;
-    for (;;) {
-      const int shift = bin_shift(interval.high - interval.low, kIntervalBins - 2, 7);
-      count(interval, shift);
-      locate(rank);
-      if (shared.total < rank) {
-        if (interval.low == kLowestKey) {
-          // Too few are selectable: all of them are taken.
-          chosen.taken = shared.total;
-          bin = -1;
-          break;
-        }
-        interval = {kLowestKey, interval.low - 1};
-        mask = reorder(slice, score_slice<0>(slice, scores, __uint_as_float(key_bits(kLowestKey))));
-        __syncwarp();
-        synchronize_cluster();  // before counts are overwritten that another CTA still reads
-        continue;
-      }
-      bin = shared.bin;
-      const uint32_t low =
-          bin == kIntervalBins - 1 ? interval.high + 1 : interval.low + (static_cast<uint32_t>(bin) << shift);
-      interval.high = bin == kIntervalBins - 1 ? kHighestKey : bin_end(low, shift, interval.high);
-      interval.low = low;
-      chosen.threshold = low;
-      chosen.ties = shared.rank;
-      const int lane = lane_of_thread();
-      earlier = __reduce_add_sync(kAllLanes, lane < static_cast<int>(cta) ? histograms[lane * kIntervalBins + bin] : 0);
-      if (interval.low == interval.high) break;
-      if (shared.count <= kListed) {
-        listed = shared.count;
-        list_keys(interval, listed, earlier);
-        rank_listed(listed, shared.rank);
-        chosen.threshold = shared.threshold;
-        chosen.ties = shared.ties;
-        break;
-      }
-      interval = occupied(interval);
-      chosen.threshold = interval.low;
-      if (interval.low == interval.high) break;
-    }
-    // What earlier slices write.
-    uint32_t better = 0, equal = 0;
-    for (uint32_t i = threadIdx.x; i < cta * kIntervalBins; i += kThreads) {
-      better += static_cast<int>(i % kIntervalBins) > bin ? histograms[i] : 0;
-    }
-    if (listed && threadIdx.x < earlier) {
-      better += shared.listed[threadIdx.x] > chosen.threshold;
-      equal += shared.listed[threadIdx.x] == chosen.threshold;
-    }
-    better = __reduce_add_sync(kAllLanes, better);
-    equal = __reduce_add_sync(kAllLanes, equal);
-    if (lane_of_thread() == 0 && better) atomicAdd(&shared.better, better);
-    if (lane_of_thread() == 0 && equal) atomicAdd(&shared.equal, equal);
-    __syncthreads();
-    chosen.better = shared.better;
-    chosen.equal = listed ? shared.equal : bin < 0 ? 0 : earlier;
-    return chosen;
-  }
-
-  // Writes the positions whose keys beat the threshold, and as many equal to it as are taken: ascending, after those of
-  // earlier slices. Positions are gathered in place of the scores first, so that all threads translate and store.
-  __device__ __forceinline__ void emit(const Chosen& chosen, int32_t request, int32_t* out) {
-    uint32_t better_mask = 0, equal_mask = 0;
-    visit([&](int bit, uint32_t key) {
-      better_mask |= static_cast<uint32_t>(key > chosen.threshold) << bit;
-      equal_mask |= static_cast<uint32_t>(key == chosen.threshold) << bit;
-    });
-    better_mask = reorder(slice, better_mask), equal_mask = reorder(slice, equal_mask);
-    uint32_t total;
-    const uint32_t before = block_scan(__popc(better_mask) | __popc(equal_mask) << 16, shared, total);
-    uint32_t better = before & 0xffff, equal = chosen.equal + (before >> 16);
-    const uint32_t skipped = min(chosen.equal, chosen.ties);  // equal ones that earlier slices took
-    const int32_t position = slice.first + 4 * slice.groups * threadIdx.x - slice.after;
-    int32_t* gathered = reinterpret_cast<int32_t*>(scores);
+    if (warp_of_thread() == 0) {
+      // Of the bin, in earlier slices.
+      uint32_t better = 0, equal = 0;
 #pragma unroll 1
-    for (uint32_t left = better_mask | equal_mask; left; left &= left - 1) {
-      const int bit = __ffs(left) - 1;
-      const bool is_equal = equal_mask >> bit & 1;
-      if (!is_equal || equal < chosen.ties) gathered[better + min(equal, chosen.ties) - skipped] = position + bit;
-      better += !is_equal;
-      equal += is_equal;
+      for (uint32_t i = lane_of_thread(); i < found.earlier; i += 32) {
+        better += shared.ranked[i] > shared.threshold;
+        equal += shared.ranked[i] == shared.threshold;
+      }
+      better = __reduce_add_sync(kAllLanes, better);
+      equal = __reduce_add_sync(kAllLanes, equal);
+      if (lane_of_thread() == 0) shared.better += better, shared.equal = equal;
+    }
+  }
+
+  __device__ __forceinline__ void take_one_key(uint32_t key, const Found& found) {
+    if (threadIdx.x == 0) {
+      shared.threshold = key;
+      shared.ties = found.rank;
+      shared.all_equal = found.count;
+      shared.equal = found.earlier;
     }
     __syncthreads();
-    out += chosen.better + skipped;
-    const uint32_t count = (total & 0xffff) + min(chosen.equal + (total >> 16), chosen.ties) - skipped;
-    for (uint32_t i = threadIdx.x; i < count; i += kThreads) out[i] = written_for(p, request, gathered[i]);
+  }
+
+  // On return, bits say which scores beat the threshold, and which equal it; shared, how many of these are taken.
+  // Returns how many are in all.
+  __device__ __forceinline__ uint32_t find_threshold(float4& first, Interval interval, uint32_t rank) {
+    bool at_once = false, sampled = true;
+    for (;;) {
+      stream(first, interval, at_once);
+      count(interval, at_once);
+      locate(rank, 0);
+      const Found found = shared.found;
+      const bool below = shared.total < rank, above = !below && found.bin == kAbove;
+      if (!above && (!below || interval.low == kLowestKey - 1) && !shared.overflows && !at_once) break;
+      if (!above && !below) {
+        // Too many to be listed, or just counted: those of one bin next.
+        if (at_once) interval = bin_of(interval, found.bin);
+        at_once = !is_one_key(interval) && (shared.overflows || found.count > room);
+      } else if (below && interval.low == kLowestKey - 1) {
+        // All that are selectable are taken, if not by their list.
+        interval = {kLowestKey - 1, kLowestKey + 1};
+        at_once = false;
+      } else if (sampled) {
+        // Probably one end of the interval, of which there are many.
+        const uint32_t end = above ? interval.high : interval.low;
+        interval = {end - 1, end + 1};
+        sampled = false;
+      } else {
+        interval = {kLowestKey - 1, kHighestKey + 1};
+        at_once = true;
+      }
+      if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
+      synchronize_cluster();  // before counts are overwritten that another CTA still reads
+      const int row = warp_of_thread();
+      if (row < slice.rows) load_group(first, scores(), slice.first + row * kRow + place_of_lane(), slice.last_group);
+    }
+    streamed_one_key = is_one_key(interval);
+    if (shared.total < rank) {
+      // Too few are selectable: all of them are taken.
+      take_one_key(0, {0, 0, 0, 0});
+      return shared.total;
+    }
+    for (;;) {
+      const Found found = shared.found;
+      interval = bin_of(interval, found.bin);
+      if (!is_one_key(interval) && found.count > kRanked) {
+        if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
+        interval = occupied(interval);
+        if (!is_one_key(interval)) {
+          const uint32_t better = shared.better;
+          const int shift = bin_shift(interval);
+          visit_listed(interval,
+                       [&](uint32_t key) { atomicAdd(&shared.histogram[key - interval.low - 1 >> shift], 1u); });
+          exchange_counts();
+          locate(found.rank, better);
+          continue;
+        }
+      }
+      if (is_one_key(interval)) {
+        take_one_key(interval.low + 1, found);
+      } else {
+        exchange_keys(interval);
+        rank_keys(found);
+      }
+      return rank;
+    }
+  }
+
+  // Adds to the bits of what is above the threshold those of listed scores, and of equal ones where all are taken.
+  __device__ __forceinline__ void mark() const {
+    const bool all_ties = shared.ties == shared.all_equal;
+    if (!streamed_one_key) {
+      const uint32_t threshold = shared.threshold;
+      const Listed* const list = arrays.listed + warp_of_thread() * room;
+#pragma unroll 1
+      for (int32_t i = lane_of_thread(); i < num_inside; i += 32) {
+        const Listed listed = list[i];
+        if (listed.score < threshold) continue;
+        uint4* const words = listed.score > threshold || all_ties ? arrays.above : arrays.equal;
+        atomicOr(reinterpret_cast<uint32_t*>(words) + listed.mask / 32, 1u << listed.mask % 32);
+      }
+    } else if (all_ties) {
+#pragma unroll 1
+      for (int row = warp_of_thread() + kWarps * lane_of_thread(); row < slice.rows; row += 32 * kWarps) {
+        uint4& above = arrays.above[row];
+        const uint4 equal = arrays.equal[row];
+        above = make_uint4(above.x | equal.x, above.y | equal.y, above.z | equal.z, above.w | equal.w);
+      }
+    }
+    __syncwarp();
+  }
+
+  // Counts the bits of rows, for visit_bits.
+  __device__ __forceinline__ void count_bits(const uint4* words) const {
+#pragma unroll 1
+    for (int row = warp_of_thread() + kWarps * lane_of_thread(); row < padded_rows(); row += 32 * kWarps) {
+      shared.row_totals[row] = static_cast<uint8_t>(row < slice.rows ? popc(words[row]) : 0);
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ int padded_rows() const { return (slice.rows + kWarps - 1) & -kWarps; }
+
+  // Calls visit(row, its bits in this lane, how many bits there are before them) for this warp's rows among the 32
+  // turns that begin with one. Returns the bits of all warps.
+  template <class Visit>
+  __device__ __forceinline__ uint32_t visit_bits(const uint4* words, int turn, Visit visit) const {
+    const int lane = lane_of_thread(), warp = warp_of_thread(), turns = smaller(padded_rows() / kWarps - turn, 32);
+    // A lane for each turn: sixteen totals, a byte each.
+    uint4 totals = make_uint4(0, 0, 0, 0);
+    if (lane < turns) totals = reinterpret_cast<const uint4*>(shared.row_totals)[turn + lane];
+    const auto earlier = [&](int word) {
+      const int bytes = smaller(larger(warp - 4 * word, 0), 4);
+      return bytes == 4 ? 0x01010101u : 0x01010101u & ((1u << 8 * bytes) - 1);
+    };
+    constexpr uint32_t kOnes = 0x01010101u;
+    const uint32_t all =
+        __dp4a(totals.x, kOnes, __dp4a(totals.y, kOnes, __dp4a(totals.z, kOnes, __dp4a(totals.w, kOnes, 0u))));
+    const uint32_t through = warp_scan(all);
+    const uint32_t starts =
+        through - all +
+        __dp4a(totals.x, earlier(0),
+               __dp4a(totals.y, earlier(1), __dp4a(totals.z, earlier(2), __dp4a(totals.w, earlier(3), 0u))));
+    const uint32_t before = (1u << lane) - 1;
+#pragma unroll 1
+    for (int i = 0; i < turns; ++i) {
+      const int row = (turn + i) * kWarps + warp;
+      const uint32_t start = __shfl_sync(kAllLanes, starts, i);
+      if (row >= slice.rows) break;
+      const uint4 bits = words[row];
+      const uint32_t own =
+          (bits.x >> lane & 1) | (bits.y >> lane & 1) << 1 | (bits.z >> lane & 1) << 2 | (bits.w >> lane & 1) << 3;
+      visit(row, own, start + popc(make_uint4(bits.x & before, bits.y & before, bits.z & before, bits.w & before)));
+    }
+    return __shfl_sync(kAllLanes, through, 31);
+  }
+
+  // Writes the positions of the chosen: ascending, after those of earlier slices. They are gathered first, so that all
+  // threads translate and store.
+  __device__ __forceinline__ void emit(int32_t* out) const {
+    mark();
+    const uint32_t taken_ties = shared.ties;
+    if (taken_ties != shared.all_equal) {
+      // Some equal ones are taken: the first.
+      count_bits(arrays.equal);
+      uint32_t passed = shared.equal;
+      for (int turn = 0; turn * kWarps < slice.rows; turn += 32) {
+        passed += visit_bits(arrays.equal, turn, [&](int row, uint32_t own, uint32_t rank) {
+          rank += passed;
+          uint32_t taken[kGroup];
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) taken[i] = __ballot_sync(kAllLanes, own >> i & 1 && rank++ < taken_ties);
+          uint4& above = arrays.above[row];
+          if (lane_of_thread() == 0) {
+            above = make_uint4(above.x | taken[0], above.y | taken[1], above.z | taken[2], above.w | taken[3]);
+          }
+        });
+      }
+      __syncthreads();
+    }
+    count_bits(arrays.above);
+    out += shared.better + min(shared.equal, taken_ties);
+    for (int turn = 0; turn * kWarps < slice.rows; turn += 32) {
+      const int32_t first_row = turn * kWarps;
+      const uint32_t count = visit_bits(arrays.above, turn, [&](int row, uint32_t own, uint32_t at) {
+        const int32_t place = (row - first_row) * kRow + place_of_lane();
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          if (own >> i & 1) arrays.gathered[at++] = static_cast<uint16_t>(place + i);
+        }
+      });
+      __syncthreads();
+      const int32_t origin = slice.first + first_row * kRow - slice.after;
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+        out[i] = written_for(p, slice.request, origin + arrays.gathered[i]);
+      }
+      out += count;
+      if ((turn + 32) * kWarps < slice.rows) __syncthreads();
+    }
   }
 };
 
+__device__ __forceinline__ int64_t list_of_cta(const Wave& wave, const Shape& shape) {
+  return wave.first + (blockIdx.x >> shape.cluster_bits);
+}
+
+__device__ __forceinline__ int32_t* output(const VegasSelectParams& p, const Wave& wave, const Shape& shape) {
+  return p.indices + list_of_cta(wave, shape) * p.max_k;
+}
+
 // Grid: a cluster per list.
 template <int kReach>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     select_kernel(const __grid_constant__ VegasSelectParams p, const Wave wave, const Shape shape) {
   extern __shared__ __align__(128) char shared_memory[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
   if (threadIdx.x == 0) shared.count_mail.open(), shared.key_mail.open();
+  if (threadIdx.x < kSampleBins / 4) reinterpret_cast<uint4*>(shared.sample)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
+  if (threadIdx.x < kRanked) shared.ranked[threadIdx.x] = 0;
   join_cluster();
-  if (threadIdx.x < kSampleBins) shared.sample[threadIdx.x] = 0;
-  if (threadIdx.x < kIntervalBins) shared.histogram[threadIdx.x] = 0;
   const int32_t index = blockIdx.x >> shape.cluster_bits, cta = blockIdx.x & ((1 << shape.cluster_bits) - 1);
-  const int64_t list_index = wave.first + index;
-  const List list = list_at(p, list_index);
+  const List list = list_at(p, list_of_cta(wave, shape));
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
 
   const Planes planes = planes_of(p, list);
   Quota quota = quota_of(p, list.request);
-  int32_t* out = p.indices + list_index * p.max_k;
-  Chosen chosen = {};
+  uint32_t taken = 0;
   if (planes.rows > 0 && quota.free > 0) {
+    using Select = Selector<kReach>;
+    const float* const memory = wave.source ? wave.source : static_cast<const float*>(p.logits);
     Slice slice;
-    slice.scores =
-        wave.source ? wave.source + index * wave.stride : static_cast<const float*>(p.logits) + planes.offset;
+    slice.offset = wave.source ? index * wave.stride : planes.offset;
+    slice.request = list.request;
+    const float* const scores = memory + slice.offset;
     slice.length = candidates(p, list.request);
+    slice.width = p.max_seqlen_k;
     slice.after = p.pool_after;
     slice.begin = quota.begin + slice.after;
     slice.end = quota.end + slice.after;
-    const int32_t unaligned = reinterpret_cast<uintptr_t>(slice.scores) / sizeof(float) % 4;
-    const int32_t origin = (slice.begin + unaligned) / 4 * 4 - unaligned;
-    const int32_t share = (slice.end - origin + (1 << shape.cluster_bits) - 1) >> shape.cluster_bits;
-    int32_t run_bits = kShortestRunBits;
-    while (run_bits < shape.run_bits && kThreads << run_bits < share) ++run_bits;
-    slice.groups = 1 << (run_bits - 2);
-    slice.first = origin + (cta * kThreads << run_bits);
-
-    uint32_t* histograms = reinterpret_cast<uint32_t*>(&shared + 1);
-    float4* scores = reinterpret_cast<float4*>(histograms + (kIntervalBins << shape.cluster_bits));
-    load_slice(slice, scores);
-    if (threadIdx.x == 0) shared.quota = quota;
+    const int32_t unaligned = reinterpret_cast<uintptr_t>(scores) / sizeof(float) % kGroup;
+    const int32_t origin = (slice.begin + unaligned) / kGroup * kGroup - unaligned;
+    const int32_t rows = (slice.end - origin + Select::kRow - 1) / Select::kRow;
+    const int32_t share = (rows + (1 << shape.cluster_bits) - 1) >> shape.cluster_bits;
+    slice.first = origin + cta * share * Select::kRow;
+    slice.rows = larger(smaller(share, rows - cta * share), 0);
+    slice.last_group = (slice.width + unaligned) / kGroup * kGroup - unaligned - kGroup;
+    float4 first;
+    const int32_t place = slice.first + warp_of_thread() * Select::kRow + Select::place_of_lane();
+    if (warp_of_thread() < slice.rows) load_group(first, scores, place, slice.last_group);
+    if (threadIdx.x == 0) shared.quota = quota, shared.slice = slice;  // registers are scarce
+    shared.sample_keys[threadIdx.x] = sample_key<kReach>(slice, scores);
+    __syncthreads();
     const uint32_t rank = quota.free;
-    const float sampled_share = __fdividef(rank, quota.end - quota.begin);
-    const Interval interval = sample_interval(shared, sample_key<kReach>(slice), sampled_share);
-    const uint32_t mask = score_slice<kReach>(slice, scores, __uint_as_float(key_bits(interval.low)));
-    __syncwarp();  // of whose scores a thread visits any
-    Selector select = {p,
-                       shared,
-                       histograms,
-                       scores,
-                       slice,
-                       1u << shape.cluster_bits,
-                       static_cast<uint32_t>(cta),
-                       reorder(slice, mask)};
+    if (threadIdx.x < kBracketThreads) bracket(shared, __fdividef(rank, quota.end - quota.begin));
+    __syncthreads();
+    Interval interval = shared.interval;
+    if (interval.low == interval.high) --interval.low, ++interval.high;
+    const Arrays arrays(&shared + 1, shape);
+    Select select = {p,
+                     shared,
+                     arrays,
+                     shared.slice,
+                     memory,
+                     1u << shape.cluster_bits,
+                     static_cast<uint32_t>(cta),
+                     most_listed(shape.turns)};
     await_cluster();
-    chosen = select.find_threshold(interval, rank);
-    quota = shared.quota;  // kept there while registers are scarce
-    select.emit(chosen, list.request, out + quota.head);
+    taken = select.find_threshold(first, interval, rank);
+    quota = shared.quota;
+    select.emit(output(p, wave, shape) + quota.head);
   } else {
     await_cluster();
   }
 
   // Forced tokens, padding and the length, shared by the cluster: by its last warps first, which have written least.
+  int32_t* const out = output(p, wave, shape);
   const int32_t step = kThreads << shape.cluster_bits, first = (cta + 1) * kThreads - 1 - threadIdx.x;
-  const int32_t before_tail = quota.head + static_cast<int32_t>(chosen.taken), count = before_tail + quota.tail;
+  const int32_t before_tail = quota.head + static_cast<int32_t>(taken), count = before_tail + quota.tail;
+#pragma unroll 1
   for (int32_t i = first; i < quota.head; i += step) out[i] = written_for(p, list.request, i);
+#pragma unroll 1
   for (int32_t i = first; i < quota.tail; i += step) {
     out[before_tail + i] = written_for(p, list.request, quota.end + i);
   }
+#pragma unroll 1
   for (int32_t i = count + first; i < p.max_k; i += step) out[i] = -1;
-  if (first == 0) p.topk_length[list_index] = count;
+  if (first == 0) p.topk_length[list_of_cta(wave, shape)] = count;
 }
 
 }  // namespace vegas_ops::selection::hopper
