@@ -14,6 +14,7 @@ from torch.nn.functional import avg_pool1d, pad
 
 from vegas_ops import ops
 from vegas_ops.ops import Dump
+from vegas_ops.speculative.page_scores import page_scores
 from vegas_ops.speculative.sampling import SELECT, uniform
 from vegas_ops.speculative.selection import (
     Count,
@@ -157,16 +158,12 @@ class Quest(Policy):
         return no_tokens(v, per_kv_head=True)
 
     def choose(self, step: DraftStep, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        bounds = step.cache.key_bounds(layer, step.block_table, self.page)  # (batch, pages, 2, heads, d)
-        heads = bounds.shape[3]
-        q = q.float().unflatten(1, (heads, -1))
-        # max(q min, q max) is min(q, 0) min + max(q, 0) max, so the group's heads can be summed first.
-        signs = torch.stack([q.clamp(max=0).sum(2), q.clamp(min=0).sum(2)], 1)
-        scores = torch.einsum("bnshd,bshd->bhn", bounds.float(), signs).flatten(0, 1)
+        found = page_scores(step.cache, layer, step.block_table, q, step.tail_start, self.page)
+        heads, scores = found.shape[1], found.flatten(0, 1)
         pages = (step.tail_start // self.page).repeat_interleave(heads)
         k = (step.k // self.page).repeat_interleave(heads)
         indices, length = ops.topk_aggregate_logits(
-            scores.contiguous(), dump="token", seqlens=pages, k=k, max_k=max(step.max_k // self.page, 1)
+            scores, dump="token", seqlens=pages, k=k, max_k=max(step.max_k // self.page, 1)
         )
         indices, length = in_chunks(indices, length, self.page)
         return indices.unflatten(0, (-1, heads)), length.unflatten(0, (-1, heads))

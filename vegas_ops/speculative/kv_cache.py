@@ -259,6 +259,11 @@ class PagedKVCache:
         home = slots.masked_fill(slots < 0, self.unused_slot) // math.gcd(size, self.page_size)
         return self._bounds_by(size)[layer][home]
 
+    def bounds_of(self, layer: int, size: int) -> tuple[Tensor, int]:
+        """A layer's bounds (places, 2, num_heads_kv, head_dim), contiguous, and the slots per place: a
+        block's place is its first token's slot divided by that."""
+        return self._bounds_by(size)[layer], math.gcd(size, self.page_size)
+
     def _bounds_by(self, size: int) -> Tensor:
         """Bounds by the slot of a block's first token; no two blocks of a sequence share a place."""
         if size not in self._key_bounds:
