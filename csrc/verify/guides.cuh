@@ -185,9 +185,9 @@ __device__ inline void reduce_dump(const VegasVerifyParams& p, const float* dump
   for (int64_t key = (int64_t{cta} * threads + threadIdx.x) * 4; key < dump_len; key += int64_t{ctas} * threads * 4) {
     const float* from = sums + key / kPartKeys * kPartKeys * parts + key % kPartKeys;
     float total[4] = {};
-    bool masked[4];
+    uint32_t masked = 0;  // a bit per key
 #pragma unroll
-    for (int i = 0; i < 4; ++i) masked[i] = key + i < request.first_key || key + i >= request.end_key;
+    for (int i = 0; i < 4; ++i) masked |= (key + i < request.first_key || key + i >= request.end_key) << i;
     const int attended = key + 3 < request.first_key || key >= request.end_key ? 0 : parts;
 #pragma unroll 4
     for (int part = 0; part < attended; ++part) {
@@ -195,14 +195,14 @@ __device__ inline void reduce_dump(const VegasVerifyParams& p, const float* dump
       const float x[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        masked[i] = masked[i] || x[i] == -INFINITY;
+        masked |= (x[i] == -INFINITY) << i;
         total[i] += x[i];
       }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (key + i >= dump_len) break;
-      logits[key + i] = summed_logit(p, total[i], masked[i]);
+      logits[key + i] = summed_logit(p, total[i], masked >> i & 1);
     }
   }
 }
