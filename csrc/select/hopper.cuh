@@ -425,6 +425,7 @@ struct Selector {
       const uint32_t start = __shfl_sync(kAllLanes, starts, i);
       if (row >= slice.rows) break;
       const uint4 bits = words[row];
+      if (!(bits.x | bits.y | bits.z | bits.w)) continue;  // most, where these are ties
       const uint32_t own =
           (bits.x >> lane & 1) | (bits.y >> lane & 1) << 1 | (bits.z >> lane & 1) << 2 | (bits.w >> lane & 1) << 3;
       visit(row, own, start + popc(make_uint4(bits.x & before, bits.y & before, bits.z & before, bits.w & before)));
