@@ -106,6 +106,20 @@ struct KeyStream {
     looked_tiles = fetched_tiles = 0;
   }
 
+  // Brings the rows of the block that prepare() has looked up into the L2 cache, which returns nothing and so is never
+  // too early.
+  __device__ __forceinline__ void bring() const {
+    if (!(there >> (threadIdx.x % 32) & 1)) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const char* row = static_cast<const char*>(i == 0 ? p.cache.k.data : p.cache.v.data) + offset[i];
+#pragma unroll 1
+      for (int byte = 0; byte < p.cache.head_dim * T::kCacheBytes; byte += 128) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + byte));
+      }
+    }
+  }
+
   // Whether what prepare() read has changed since.
   __device__ __forceinline__ bool is_stale() const {
     bool changed = !(walk.looked_up == walk.first_request(p, plan));

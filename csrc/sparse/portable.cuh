@@ -239,6 +239,7 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
     KeyStream<T> stream(segment, shared.stage_bytes(warp), shared.valid(warp), stages, warps_log2);
     stream.prepare();
     if (early) {
+      stream.bring();
       wait_for_previous_launch();
       if (stream.is_stale()) continue;
     }
