@@ -35,7 +35,7 @@ struct PartialResults {
   // `keys` is the most that a request can have.
   PartialResults(SplitMode mode, int64_t batch, int64_t keys, int num_heads_q, int num_heads_kv, int dim,
                  int multiprocessors)
-      : slots(multiprocessors), head_dim(dim) {
+      : slots(2 * multiprocessors), head_dim(dim) {
     const GroupTiles group(num_heads_q / num_heads_kv, dim);
     rows = group.rows;
     if (mode == SplitMode::kBalanced) return;
@@ -50,16 +50,20 @@ struct PartialResults {
 };
 
 cudaError_t describe_device(SparseDevice* d) {
-  int device, major;
+  int device, major, shared, reserved;
   cudaError_t error = cudaGetDevice(&device);
   const auto read = [&](int* value, cudaDeviceAttr attribute) {
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
   };
   read(&d->multiprocessors, cudaDevAttrMultiProcessorCount);
   read(&d->shared_per_cta, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  read(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  read(&reserved, cudaDevAttrReservedSharedMemoryPerBlock);
   read(&major, cudaDevAttrComputeCapabilityMajor);
-  d->dependent_launch = error == cudaSuccess && major >= 9;
-  return error;
+  if (error != cudaSuccess) return error;
+  d->shared_per_half = shared / 2 - reserved;
+  d->dependent_launch = major >= 9;
+  return cudaSuccess;
 }
 
 }  // namespace
@@ -96,7 +100,7 @@ int sparse_portable(const VegasSparseParams& p, void* stream_handle) {
                 static_cast<long long>(max_keys));
     // No more teams than shares that the longest requests could make.
     const int64_t shares = ceil_div64(tiles * p.batch * pairs, kLeastShare);
-    const int most_teams = device.multiprocessors / team;
+    const int most_teams = device.multiprocessors * cta.per_multiprocessor / team;
     const int teams = shares < most_teams ? static_cast<int>(shares) : most_teams;
 
     SparsePlan plan;

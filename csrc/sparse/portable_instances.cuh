@@ -7,6 +7,8 @@
 
 namespace vegas_ops::portable {
 
+constexpr int kManyRequests = 64;
+
 // Calls use(HeadTraits) of the kernel that serves the call.
 template <class Element, bool kFp8, class Use>
 auto with_instance(const VegasSparseParams& p, const Use& use) {
@@ -26,19 +28,27 @@ auto with_instance(const VegasSparseParams& p, const Use& use) {
   return p.cache.dtype == VEGAS_FP8_E4M3 ? with_instance<Element, true>(p, use) : with_instance<Element, false>(p, use);
 }
 
-// As many warps as fit with two stages each, then as many stages.
+// As many warps as fit with two stages each, then as many stages. Many requests make many segments, after each of which
+// the warps of a CTA meet: two smaller CTAs are faster then.
 template <class Element>
 SparseCta sparse_cta(const VegasSparseParams& p, const SparseDevice& device) {
   return with_instance<Element>(p, [&](auto traits) {
     using T = decltype(traits);
     const int group = p.num_heads_q / p.cache.num_heads_kv;
     const int rows = group < T::kHeads ? group : T::kHeads;
+    const auto most_stages = [&](int warps, int bytes) {
+      int stages = kSparseMaxStages;
+      while (stages > 0 && SparseShared<T>::bytes(warps, stages, rows) > bytes) --stages;
+      return stages;
+    };
+    const bool balanced = split_rule(p.num_splits, p.batch_invariant).mode == SplitMode::kBalanced;
+    const int half = most_stages(kSparseMaxWarps / 2, device.shared_per_half);
+    if (balanced && p.batch >= kManyRequests && half >= 3) return SparseCta{kSparseMaxWarps / 2, half, 2};
     for (int warps = kSparseMaxWarps; warps > 0; warps /= 2) {
-      for (int stages = kSparseMaxStages; stages >= 2; --stages) {
-        if (SparseShared<T>::bytes(warps, stages, rows) <= device.shared_per_cta) return SparseCta{warps, stages};
-      }
+      const int stages = most_stages(warps, device.shared_per_cta);
+      if (stages >= 2) return SparseCta{warps, stages, 1};
     }
-    return SparseCta{0, 0};
+    return SparseCta{0, 0, 0};
   });
 }
 

@@ -18,13 +18,15 @@ struct SparsePlan;
 struct SparseDevice {
   int multiprocessors;
   int shared_per_cta;     // bytes
+  int shared_per_half;    // bytes of each of two CTAs of a multiprocessor
   bool dependent_launch;  // can be launched before its predecessor has ended
 };
 
-// A CTA's warps, a power of two, and the stages of each. One CTA has a multiprocessor to itself.
+// A CTA's warps, a power of two, and the stages of each.
 struct SparseCta {
   int warps;
   int stages;
+  int per_multiprocessor;
 };
 
 // Zero warps where no CTA fits.
