@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -90,6 +91,25 @@ def test_splits(device: torch.device, num_splits: int, batch_invariant: bool) ->
             options={"num_splits": num_splits, "batch_invariant": batch_invariant},
         )
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("group", "head_dim"), ((4, 128), (8, 64), (1, 256), (12, 128)))
+@pytest.mark.parametrize("kind", ("bf16", "fp16", "bf16+fp8"))
+def test_many_requests(device: torch.device, kind: str, group: int, head_dim: int) -> None:
+    """Which then share multiprocessors otherwise; some without keys, some longer than a CTA's share."""
+    generator = random.Random(group)
+    lengths = [generator.choice((0, 3, 40, 300, 2500)) for _ in range(70)]
+    tails = [generator.randint(0, length) for length in lengths]
+    name, _, fp8 = kind.partition("+")
+    dtype = torch.float16 if name == "fp16" else torch.bfloat16
+    for options in ({}, {"batch_invariant": True}):
+        check_sparse(
+            SparseCase(
+                seed=group, device=device, dtype=dtype, fp8=bool(fp8), heads_q=2 * group, head_dim=head_dim,
+                lengths=lengths, tail_starts=tails,
+                counts=[generator.randint(0, tail) for tail in tails], page_size=64, options=options,
+            )
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("window", ((0, 0), (5, 0), (100, -1), (-1, 0)))
