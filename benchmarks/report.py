@@ -41,7 +41,7 @@ def sources_hash(root: Path = ROOT) -> str:
             capture_output=True,
             text=True,
         )
-        paths = [path for path in listing.stdout.split("\0") if path]
+        paths = [path for path in listing.stdout.split("\0") if path and (root / path).is_file()]
     if not paths:
         for source in SOURCES:
             base = root / source

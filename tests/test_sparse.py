@@ -295,6 +295,22 @@ def test_workspace_given_is_left_reusable(device: torch.device) -> None:
 # Integration with torch.
 
 
+@pytest.mark.parametrize(("head_dim", "group"), ((64, 16), (128, 12), (128, 3), (256, 16)))
+def test_workspace_serves_smaller_heads(device: torch.device, head_dim: int, group: int) -> None:
+    workspace = vegas_ops.make_workspace(
+        "sparse_paged_decode", max_batch=2, max_q_len=1, max_seqlen_k=300, max_k=40, num_heads_q=32,
+        num_heads_kv=2, head_dim=256, device=device,
+    )  # fmt: skip
+    case = SparseCase(
+        seed=5, device=device, dtype=torch.bfloat16, heads_q=2 * group, head_dim=head_dim, lengths=(300, 18),
+        counts=(37, 4), tail_starts=(200, 10), page_size=16,
+    )  # fmt: skip
+    expected = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs)
+    got = vegas_ops.sparse_paged_decode(*case.args, **case.kwargs, workspace=workspace)
+    for before, after in zip(expected, got, strict=True):
+        assert_same_bits(after, before, "out or lse")
+
+
 @pytest.mark.parametrize("tail", (False, True))
 def test_opcheck(device: torch.device, tail: bool) -> None:
     case = SparseCase(

@@ -2,6 +2,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+
 #include "common/backends.h"
 #include "common/status.h"
 #include "sparse/portable_launch.h"
@@ -135,10 +137,13 @@ size_t sparse_portable_workspace(const VegasBounds& b) {
   // A table may reach beyond the longest sequence, by less than a page.
   const int64_t max_keys = int64_t{b.max_k} + b.max_seqlen_k + kLongestPage;
   size_t most = 0;
-  for (SplitMode mode : {SplitMode::kBalanced, SplitMode::kForced}) {
-    const PartialResults partial(mode, b.max_batch, max_keys, b.num_heads_q, b.num_heads_kv, b.head_dim,
-                                 device.multiprocessors);
-    most = partial.bytes() > most ? partial.bytes() : most;
+  // Smaller heads have more of a group's rows in a tile.
+  for (int head_dim : {b.head_dim, std::min(b.head_dim, 128)}) {
+    for (SplitMode mode : {SplitMode::kBalanced, SplitMode::kForced}) {
+      const PartialResults partial(mode, b.max_batch, max_keys, b.num_heads_q, b.num_heads_kv, head_dim,
+                                   device.multiprocessors);
+      most = std::max(most, partial.bytes());
+    }
   }
   return most;
 }

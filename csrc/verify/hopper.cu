@@ -208,16 +208,17 @@ size_t verify_hopper_workspace(const VegasBounds& b) {
   if (num_multiprocessors(&num_sms) != cudaSuccess) return 0;
   const int64_t rows = int64_t{b.max_q_len} * (b.num_heads_q / b.num_heads_kv);
   size_t most = 0;
-  const Sizes sizes = {b.max_batch, rows, b.max_seqlen_k, b.num_heads_kv, b.num_heads_q / b.num_heads_kv,
-                       b.head_dim,  true};
-  // A call within the bounds may have fewer rows, and any number of row groups.
-  for (int row_groups = 1; row_groups <= row_groups_for(64 * kMaxRowGroups, b.head_dim); ++row_groups) {
-    if (rows <= 64 * (row_groups - 1)) break;
-    for (SplitRule rule : {SplitRule{SplitMode::kBalanced, 0}, SplitRule{SplitMode::kInvariant, 0},
-                           SplitRule{SplitMode::kForced, kMaxForcedSplits}}) {
-      Workspace w;
-      const size_t bytes = lay_out(sizes, rule, row_groups, num_sms, nullptr, &w);
-      most = bytes > most ? bytes : most;
+  // A call within the bounds may have smaller heads and fewer rows, and any number of row groups.
+  for (int head_dim : {b.head_dim, std::min(b.head_dim, 128), std::min(b.head_dim, 64)}) {
+    const Sizes sizes = {b.max_batch, rows, b.max_seqlen_k, b.num_heads_kv, b.num_heads_q / b.num_heads_kv,
+                         head_dim,    true};
+    for (int row_groups = 1; row_groups <= row_groups_for(64 * kMaxRowGroups, head_dim); ++row_groups) {
+      if (rows <= 64 * (row_groups - 1)) break;
+      for (SplitRule rule : {SplitRule{SplitMode::kBalanced, 0}, SplitRule{SplitMode::kInvariant, 0},
+                             SplitRule{SplitMode::kForced, kMaxForcedSplits}}) {
+        Workspace w;
+        most = std::max(most, lay_out(sizes, rule, row_groups, num_sms, nullptr, &w));
+      }
     }
   }
   return most;

@@ -1,5 +1,7 @@
 // flash_attn_with_logit_dump on any GPU from sm_80: plan, attention, and a last kernel that merges chunks and
 // adds up the KV heads' parts of a summed dump.
+#include <algorithm>
+
 #include "common/backends.h"
 #include "common/cuda_launch.h"
 #include "common/portable_launch.cuh"
@@ -83,14 +85,19 @@ PlanBounds plan_bounds(RowMapping mapping, int rows, int batch, int64_t max_seql
 
 constexpr int kMostRows = 1 << 30;  // packed rows of a request
 
-// A call within the bounds may have fewer rows, and so any mapping; none has more tiles, nor more rows in one.
+// A call within the bounds may have smaller heads and fewer rows, and so any mapping; none of its head dimension has
+// more tiles, nor more rows in one.
 size_t workspace_for_rows(const VegasBounds& b) {
   const int64_t all_rows = int64_t{b.max_q_len} * (b.num_heads_q / b.num_heads_kv);
   const int rows = all_rows < kMostRows ? static_cast<int>(all_rows) : kMostRows;
-  const RowMapping most =
-      b.head_dim > 128 ? RowMapping{1, false, kWarps} : RowMapping{1, true, max_row_warps(b.head_dim)};
-  return workspace_for_all_rules(
-      plan_bounds(most, rows, b.max_batch, b.max_seqlen_k, b.num_heads_kv, b.head_dim, true, true));
+  size_t bytes = 0;
+  for (int head_dim : {b.head_dim, std::min(b.head_dim, 128), std::min(b.head_dim, 64)}) {
+    const RowMapping most =
+        head_dim > 128 ? RowMapping{1, false, kWarps} : RowMapping{1, true, max_row_warps(head_dim)};
+    bytes = std::max(bytes, workspace_for_all_rules(plan_bounds(most, rows, b.max_batch, b.max_seqlen_k, b.num_heads_kv,
+                                                                head_dim, true, true)));
+  }
+  return bytes;
 }
 
 }  // namespace
