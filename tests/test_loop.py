@@ -244,6 +244,12 @@ def test_streaming_yields_what_generate_returns(model, plain):
     assert other.output == plain[1]
 
 
+def test_streams_of_one_decoder_take_turns(model, plain):
+    decoder = decoder_of(model)
+    first, second = (decoder.stream(Request(PROMPTS[i], max_new_tokens=40, **SMALL)) for i in (1, 2))
+    assert list(zip(first, second, strict=True)) == list(zip(plain[1], plain[2], strict=True))
+
+
 def test_the_cache_holds_what_was_committed(model):
     decoder = decoder_of(model)
     request = decoder.add(Request(PROMPTS[2], gamma=5, max_new_tokens=30, **SMALL))

@@ -116,6 +116,18 @@ def test_the_host_reads_seldom_and_a_block_behind(model, monkeypatch):
     assert events[:first].count("cycle") == 16, "the second block was launched before the first was read"
 
 
+def test_a_stream_has_what_an_abort_read(model):
+    decoder = unread(model, 30)
+    leaver = decoder.add(Request(PROMPTS[0], gamma=0, max_new_tokens=1000))
+    request = Request(PROMPTS[2], gamma=0, max_new_tokens=50)
+    streamed = []
+    for token in decoder.stream(request):
+        streamed.append(token)
+        if len(streamed) == 2:
+            decoder.abort(leaver)
+    assert streamed == request.output and len(streamed) == 50
+
+
 def test_requests_join_and_leave_between_unread_iterations(model):
     decoder = unread(model, 3)
     queue = [Request(PROMPTS[i % 4], gamma=2 + i % 3, max_new_tokens=30, **SMALL) for i in range(8)]

@@ -55,14 +55,14 @@ class SpeculativeDecoder:
     model's forward must then not wait for the device. Batches whose requests have a
     `logits_processor` or a forced text run eagerly. batch_invariant: the attention of a verification
     has the same bits whatever else is in the batch; with a model whose other layers are like that,
-    greedy output on a GPU is plain decoding's to the bit, too. read_every: iterations of a `step`, where
-    the batch allows it: the device goes through them alone, and the host reads their tokens while the
-    device goes through the next ones.
-    Ends, too, are found by the device (lengths, and up to `MAX_STOPS` stop tokens; a request with more,
-    or with stop sequences, is computed in vain until the host reads). It takes fixed shapes, and policies
-    that select at every verification or never again. draft_cost: the time of a draft step over that of a
-    verification; rounds then make as many drafts, up to each request's gamma, as pay by the acceptance so
-    far. None: always gamma.
+    greedy output on a GPU is plain decoding's to the bit, too.
+    read_every: iterations of a `step`, where the batch allows it: the device goes through them alone,
+    and the host reads their tokens while the device goes through the next ones. Ends, too, are found by
+    the device (lengths, and up to `MAX_STOPS` stop tokens; a request with more, or with stop sequences, is
+    computed in vain until the host reads). It takes fixed shapes, and policies that select at every
+    verification or never again.
+    draft_cost: the time of a draft step over that of a verification; rounds then make as many drafts, up
+    to each request's gamma, as pay by the acceptance so far. None: always gamma.
     """
 
     def __init__(
@@ -196,10 +196,13 @@ class SpeculativeDecoder:
     def stream(self, request: Request) -> Iterator[int]:
         """Adds a request and yields its tokens as they are accepted."""
         self.add(request)
-        while not request.finished:
-            for emitter, tokens in self.step():
-                if emitter is request:
-                    yield from tokens
+        given = len(request.prompt)
+        while not request.finished or given < len(request.tokens):
+            if given == len(request.tokens):  # else another's step or an `abort` gave some
+                self.step()
+            new = request.tokens[given:]
+            given += len(new)
+            yield from new
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
         """Outputs of all requests, in their order."""
