@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -155,6 +156,7 @@ def most(a: Count, b: Count) -> Count:
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
 
 
+@cache
 def plans_tensors(policy: Policy) -> bool:
     """Whether the policy's `plan` takes tensors."""
     try:
