@@ -152,7 +152,9 @@ def make_workspace(
 ) -> Tensor:
     """A workspace for every call of ``op`` within the bounds.
 
-    Zeroed once; every call leaves it reusable. Calls on concurrent streams must not share one.
+    Zeroed once; every call leaves it reusable. Calls on concurrent streams must not share one, nor
+    calls of different ops: where its words are not zero, results are wrong and verification on Hopper
+    waits for ever (``VEGAS_OPS_CHECK=1`` refuses it).
 
     Returns:
         uint8 tensor on ``device``; empty where the device's kernels need none (the CPU).

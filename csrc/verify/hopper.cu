@@ -25,6 +25,7 @@ constexpr int kMaxPairs = 60000;  // of a row tile and KV head, of a request: a 
 constexpr int kMaxForcedSplits = 16;
 
 constexpr int64_t kRingFrom = 8 << 20;  // bytes of a dump's parts: fewer stay in the L2 cache
+constexpr int kRingTeams = 16;          // fewer might all wait for CTAs that other kernels leave no room for
 
 // What sizes a workspace.
 struct Sizes {
@@ -77,14 +78,15 @@ size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int num_sms, char
   w->tile_rows = static_cast<int>(b.rows < 64 * row_groups ? b.rows : 64 * row_groups);
   w->norm_rows = w->tile_rows + 2;
   const int64_t part_bytes = b.summed ? b.batch * portable::part_floats(b.num_heads_kv, b.keys) * sizeof(float) : 0;
-  const bool ring = part_bytes >= kRingFrom && grid == 2 * num_sms && w->team > 1 && w->team <= kMostRingTiles;
+  const bool ring = part_bytes >= kRingFrom && grid == 2 * num_sms && grid >= kRingTeams * w->team && w->team > 1 &&
+                    w->team <= kMostRingTiles;
   w->ring_tiles = ring ? std::min(kMostRingTiles / w->team, kMostPending) * w->team : 0;
   w->ring = reinterpret_cast<uint32_t*>(take(ring_bytes(num_sms)));  // first, for it must lie where no call has others
   w->requests = reinterpret_cast<RequestPlan*>(take(b.batch * sizeof(RequestPlan)));
   w->partial_norm = reinterpret_cast<float2*>(take(slots * w->norm_rows * sizeof(float2)));
   w->partial_output = reinterpret_cast<float*>(take(slots * w->tile_rows * padded * sizeof(float)));
-  // Calls within the same bounds may be too small for the ring.
-  float* parts = reinterpret_cast<float*>(take(ring ? kRingFrom : part_bytes));
+  // Calls within the same bounds may be too small for the ring, or have a single KV head.
+  float* parts = reinterpret_cast<float*>(take(ring ? std::max(kRingFrom, part_bytes / b.num_heads_kv) : part_bytes));
   w->dump = ring || !b.summed ? nullptr : parts;
   return size;
 }

@@ -1,4 +1,4 @@
-// The Hopper attention kernel's launch, instantiated per query type (hopper_bf16.cu, hopper_fp16.cu).
+// The Hopper attention kernel's launch, instantiated per query type and cache type (hopper_bf16.cu and the like).
 #pragma once
 
 #include <cuda_runtime.h>

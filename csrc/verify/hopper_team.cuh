@@ -4,7 +4,10 @@
 // Among all the reads, writing a part to memory costs several times what its bytes do; to the L2 cache it costs next to
 // nothing. Nothing that is written to the ring has zero bits, so a word announces itself: there are no counters and no
 // fences. Each CTA adds up every team-th tile, some tiles later, when the others have most likely been there, and
-// clears what it has read; writers wait for zeros. The CTAs of a team have neighbouring indices, so they run together.
+// clears what it has read; writers wait for zeros.
+//
+// So a CTA waits for all others of its team. They have neighbouring indices, CTAs start in the order of their indices,
+// and a grid has many teams: whatever else runs, a team that has begun is soon whole.
 #pragma once
 
 #include "verify/hopper_traits.cuh"
