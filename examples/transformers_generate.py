@@ -1,7 +1,7 @@
 """Self-speculation for a model of Hugging Face transformers: a batch, a stream, and what it saved.
 
-Needs `pip install 'vegas_ops[transformers]'`. Any folder or name that `from_pretrained` takes may be
-given instead of the packaged demo model.
+Needs `pip install '.[transformers]'`. The folder of another
+model, with its tokenizer.json, may be given instead of the packaged demo model.
 """
 
 import argparse

@@ -179,7 +179,9 @@ def _speculation(args: argparse.Namespace) -> tuple[Any, int, float]:
 
 def _model(folder: Path | None) -> Path | None:
     if folder is not None and not folder.is_dir():
-        raise ValueError(f"`model` must be a folder, got {str(folder)!r}")
+        raise ValueError(
+            f"`model` must be a folder, got {str(folder)!r}; `hf download` fetches one from the hub"
+        )
     return folder
 
 

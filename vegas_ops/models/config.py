@@ -83,7 +83,10 @@ class Qwen3Config:
         Raises ModelFolderError, naming the field, for anything this runner would compute wrongly.
         """
         if values.get("model_type") != "qwen3":
-            raise ModelFolderError(f"`model_type` must be 'qwen3', got {values.get('model_type')!r:.80}")
+            raise ModelFolderError(
+                f"`model_type` must be 'qwen3', got {values.get('model_type')!r:.80}; "
+                "vegas_ops.integrations.transformers runs many others"
+            )
         if values.get("use_sliding_window"):
             raise ModelFolderError("`use_sliding_window` must be false, got true")
         layer_types = values.get("layer_types") or []

@@ -122,8 +122,8 @@ class SpeculativeDecoder:
             raise ValueError("`request` must be new, got one that was already added")
         if len(request.prompt) >= self.max_position:
             raise ValueError(
-                f"`prompt` must be shorter than the context of {self.max_position}, "
-                f"got {len(request.prompt)} tokens"
+                f"`prompt` must be shorter than the context of {self.max_position} (the model's, or what "
+                f"the cache holds), got {len(request.prompt)} tokens"
             )
         for name, ids in (("prompt", request.prompt), ("forced_tokens", request.forced_tokens or ())):
             bad = next((token for token in ids if not 0 <= token < self.model.vocab_size), None)
