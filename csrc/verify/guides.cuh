@@ -10,8 +10,8 @@ namespace vegas_ops::portable {
 
 constexpr int kGuideColumns = 4;  // that differ; the other columns of a product repeat them
 
-// KV heads leave their parts of a summed dump in the workspace. For every kPartKeys keys all
-// parts lie side by side: they are written at about the same time, and memory then serves them as one.
+// KV heads leave their parts of a summed dump in the workspace. For every kPartKeys keys all parts lie side by side:
+// they are written at about the same time, and memory then serves them as one.
 constexpr int kPartKeys = 32;
 
 __host__ __device__ inline int64_t part_floats(int parts, int64_t max_seqlen_k) {

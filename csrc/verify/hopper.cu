@@ -23,7 +23,6 @@ constexpr int kMaxRowCtas = 2048;
 constexpr int kMaxBatch = 4096;   // every CTA looks at all requests
 constexpr int kMaxPairs = 60000;  // of a row tile and KV head, of a request: a dimension of the last launch
 constexpr int kMaxForcedSplits = 16;
-
 constexpr int64_t kRingFrom = 8 << 20;  // bytes of a dump's parts: fewer stay in the L2 cache
 constexpr int kRingTeams = 16;          // fewer might all wait for CTAs that other kernels leave no room for
 
@@ -50,8 +49,7 @@ int even_teams(int most, int64_t pairs) {
   return static_cast<int>(even) >= most - most / 20 ? static_cast<int>(even) : most;
 }
 
-// Of all teams: any team that uses it has kMinTileKeys keys of kMostRingTiles tiles for each of its CTAs, twice as many
-// where there is one CTA per SM.
+// Of all teams of a grid of two CTAs per SM: each CTA has kMinTileKeys keys of kMostRingTiles tiles.
 size_t ring_bytes(int num_sms) { return size_t{2} * num_sms * kMostRingTiles * kMinTileKeys * sizeof(uint32_t); }
 
 size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int num_sms, char* base, Workspace* w) {
