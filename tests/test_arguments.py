@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from op_cases import SENTINEL, SENTINEL_INDEX, VerifyCase, int32
 from torch import Tensor
 
 import vegas_ops
+from vegas_ops import _C
 
 BF16, F16 = torch.bfloat16, torch.float16
 Call = dict[str, Any]
@@ -371,6 +374,18 @@ def test_workspace_refuses(device: torch.device, arguments: dict[str, Any]) -> N
     }  # fmt: skip
     with pytest.raises((ValueError, TypeError), match=f"`{next(iter(arguments))}`"):
         vegas_ops.make_workspace(**{**call, **arguments})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU needs no workspace")
+@pytest.mark.parametrize("op", range(3), ids=("verify", "select", "sparse"))
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_on_a_gpu_a_workspace_serves_every_call_within_its_bounds(op: int, data: st.DataObject) -> None:
+    """What smaller bounds need, a call's own among them, larger ones have."""
+    most = (80, 40, 200_000, 9_000, 4, 64, 16, 256)  # in the order of `make_workspace`
+    bounds = [data.draw(st.integers(1, value)) for value in most]
+    call = [data.draw(st.integers(1, value)) for value in bounds]
+    assert _C.workspace_bytes(op, *bounds, True) >= _C.workspace_bytes(op, *call, True)
 
 
 def halves(like: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
 // Facts about this build, and the choice of CPU kernels.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -72,19 +73,19 @@ const char* vegas_kernel_name(VegasOp op, VegasDevice device) {
 }
 
 size_t vegas_workspace_bytes(VegasOp op, const VegasBounds* bounds, VegasDevice device) {
+  size_t most = 0;
 #ifdef VEGAS_WITH_CUDA
-  if (device == VEGAS_CUDA) {
-    switch (op) {
-      case VEGAS_OP_VERIFY:
-        return vegas_ops::verify_cuda_workspace(*bounds);
-      case VEGAS_OP_SELECT:
-        return vegas_ops::select_portable_workspace(*bounds);
-      case VEGAS_OP_SPARSE:
-        return vegas_ops::sparse_portable_workspace(*bounds);
-    }
+  if (device == VEGAS_CUDA && op == VEGAS_OP_SELECT) return vegas_ops::select_portable_workspace(*bounds);
+  // Fewer KV heads have more query heads each, which may fill their tiles worse.
+  VegasBounds calls = *bounds;
+  calls.num_heads_kv = std::min(calls.num_heads_kv, calls.num_heads_q);
+  for (; device == VEGAS_CUDA && calls.num_heads_kv > 0; --calls.num_heads_kv) {
+    const size_t bytes =
+        op == VEGAS_OP_VERIFY ? vegas_ops::verify_cuda_workspace(calls) : vegas_ops::sparse_portable_workspace(calls);
+    most = std::max(most, bytes);
   }
 #else
   (void)op, (void)bounds, (void)device;
 #endif
-  return 0;
+  return most;
 }

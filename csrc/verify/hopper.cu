@@ -83,8 +83,8 @@ size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int num_sms, char
   w->requests = reinterpret_cast<RequestPlan*>(take(b.batch * sizeof(RequestPlan)));
   w->partial_norm = reinterpret_cast<float2*>(take(slots * w->norm_rows * sizeof(float2)));
   w->partial_output = reinterpret_cast<float*>(take(slots * w->tile_rows * padded * sizeof(float)));
-  // Calls within the same bounds may be too small for the ring, or have a single KV head.
-  float* parts = reinterpret_cast<float*>(take(ring ? std::max(kRingFrom, part_bytes / b.num_heads_kv) : part_bytes));
+  // Calls within the same bounds may be too small for the ring.
+  float* parts = reinterpret_cast<float*>(take(ring ? kRingFrom : part_bytes));
   w->dump = ring || !b.summed ? nullptr : parts;
   return size;
 }

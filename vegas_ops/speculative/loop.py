@@ -103,7 +103,11 @@ class SpeculativeDecoder:
         self.batch_invariant = batch_invariant
         self.on_gpu = cache.device.type == "cuda"
         self.fixed_shapes = graphs and self.on_gpu  # batches padded to shapes that many iterations share
-        self._pool = torch.cuda.graph_pool_handle() if graphs and self.on_gpu else None
+        self._graph_memory = self._pool = None
+        if self.fixed_shapes:  # held here, for a pool without graphs is gone, and all of them may be evicted
+            with torch.cuda.device(cache.device):
+                self._graph_memory = torch.cuda.MemPool()
+            self._pool = self._graph_memory.id
         self._rounds: dict[RoundShape, Round] = {}
         self._misses: Counter[RoundShape] = Counter()
         self._ahead: Round | None = None  # drafts, or plainly verifies, while the host reads
