@@ -308,7 +308,7 @@ def run_batch(
         if not gamma:
             plain, plain_us = requests, record["us"]
         different = [pair for pair in zip(plain, requests, strict=True) if pair[0].output != pair[1].output]
-        faults = sum(not print_identity(session, decoder, *pair, console) for pair in different if greedy)
+        faults = print_identity(session, decoder, different, gamma, console) if greedy else 0
         unexplained += faults
         share = min(1.0, max(ratio, 256 * batch / keys))
         tokens = record["tokens_per_verification"]

@@ -292,9 +292,10 @@ def test_a_difference_is_shown_and_judged(capsys: pytest.CaptureFixture[str]) ->
     assert plain.output == wrong.output
     wrong.tokens[-4] += 1
     console = Console(width=300)
-    assert not demo.print_identity(session, decoder, plain, wrong, console)
+    assert demo.print_identity(session, decoder, [(plain, plain), (plain, wrong)], 3, console) == 1
     out = capsys.readouterr().out
-    assert "differs from token 9 on" in out
+    assert "identical, all 12 tokens" in out
+    assert "differs from token 9 on" in out and "at 9 places" in out
     assert "more than rounding explains" in out
     expected = [session.tokenizer.decode([request.output[8]]) for request in (plain, wrong)]
     assert "{!r} and {!r} are".format(*map(printable, expected)) in out
@@ -305,21 +306,31 @@ def test_an_output_that_ends_early_is_no_tie(capsys: pytest.CaptureFixture[str])
     plain, short = (Request([1, 2], max_new_tokens=4) for _ in range(2))
     plain.tokens += [3, 4]
     short.tokens += [3]
-    assert not demo.print_identity(session, session.decoder(64), plain, short, Console(width=300))
-    assert "one output ends there" in capsys.readouterr().out
+    assert demo.print_identity(session, session.decoder(64), [(plain, short)], 2, Console(width=300)) == 1
+    assert "from token 2 on, where one output ends" in capsys.readouterr().out
 
 
-def test_a_tie_is_judged_by_the_pair_that_parts() -> None:
-    decoded = torch.tensor([5.0, 4.9, 0.0])
-    # Each logit moves by 0.06 alone, the two of them 0.12 towards each other: the order changes.
-    towards = torch.tensor([4.94, 4.96, 0.0])
-    gap, change = demo.gap_and_change(decoded, [decoded, towards], 0, 1)
-    assert (gap, change) == pytest.approx((0.1, 0.12), abs=1e-6)
-    # A third token's logit may move as far as it likes, and both of them together.
-    elsewhere = torch.tensor([5.5, 5.4, 9.0])
-    gap, change = demo.gap_and_change(decoded, [elsewhere], 0, 1)
-    assert (gap, change) == pytest.approx((0.1, 0.0), abs=1e-6)
-    assert demo.gap_and_change(decoded, [towards], 1, 0) == demo.gap_and_change(decoded, [towards], 0, 1)
+def test_a_tie_is_judged_by_how_far_margins_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where verification's logits are off by a known error, that is the move that is found."""
+    session = Session(DEMO_MODEL)
+    ids = session.encode(PROMPT, 20)
+    decoder = session.decoder(len(ids) + 2000)
+    plain = Request(ids, max_new_tokens=12, gamma=0, share_prefix_with=decoder.hold_prompt(ids))
+    session.run(decoder, plain)
+    other = (plain.output[7] + 1) % 1000
+    ((gap, exact, places),) = demo.moves_of_margins(decoder, [(plain, 7, other)], 3)
+    assert places == 8 and exact < 1e-3 < gap
+    compute = session.model.compute_logits
+
+    def off(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        if hidden.shape[0] > 1:  # a verification
+            logits[:, plain.output[7]] -= 0.25
+        return logits
+
+    monkeypatch.setattr(session.model, "compute_logits", off)
+    ((_, moved, _),) = demo.moves_of_margins(decoder, [(plain, 7, other)], 3)
+    assert moved == pytest.approx(0.25, abs=1e-3)
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

@@ -108,7 +108,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     plain, vegas = runs
     # On a GPU phases overlap the host, and its clock does not see them.
     _print_comparison(plain, vegas, options.policy.name, model.device.type == "cpu", console)
-    ok = print_identity(session, decoder, plain.request, vegas.request, console)
+    ok = not print_identity(session, decoder, [(plain.request, vegas.request)], options.gamma, console)
     plot_run(
         options.plot,
         title=(
@@ -186,75 +186,100 @@ def _percent(part: float, whole: float) -> str:
 
 
 def print_identity(
-    session: Session, decoder: SpeculativeDecoder, plain: Request, vegas: Request, console: Console
-) -> bool:
-    """Says whether the outputs are the same; if not, where they part and whether rounding explains it:
-    the two tokens' logits, computed by decoding and by verification, must have moved towards each other
-    by as much as they lie apart."""
-    same = common_prefix(plain.output, vegas.output)
-    if plain.output == vegas.output:
-        console.print(f"output: [bold green]identical[/], all {same} tokens", highlight=False)
-        return True
-    console.print(f"output: [bold yellow]differs[/] from token {same + 1} on", highlight=False)
-    if same == min(len(plain.output), len(vegas.output)):
-        console.print("  one output ends there", highlight=False)
-        return False
-    tokens = [*plain.prompt, *plain.output[:same]]
-    gamma = max(vegas.gamma, 1)
-    # Among the rows of a verification, after 1 to gamma drafts: each place may round in its own way.
-    found = _logits_after(decoder, tokens, range(min(gamma, len(tokens) - 1) + 1), gamma, plain)
-    decoded, verified = found[0], [logits for logits in found[1:] if logits is not None]
-    if decoded is None or not verified:
-        return False
-    pair = plain.output[same], vegas.output[same]
-    gap, change = gap_and_change(decoded, verified, *pair)
-    first, second = (repr(printable(session.tokenizer.decode([i]))) for i in pair)
-    console.print(
-        f"  {first} and {second} are {gap:.2e} apart in the target's logits; computed by decoding and by "
-        f"verification, that differs by up to {change:.2e}: "
-        + ("a tie that rounding decides" if gap <= change else "more than rounding explains"),
-        markup=False,
-        highlight=False,
-    )
-    return gap <= change
+    session: Session,
+    decoder: SpeculativeDecoder,
+    pairs: Sequence[tuple[Request, Request]],
+    gamma: int,
+    console: Console,
+) -> int:
+    """Says of each pair of outputs, plain decoding's first, whether they are the same, and if not, where they
+    part and whether rounding explains it: in the target's logits the two tokens must lie no further apart
+    than `moves_of_margins` finds between decoding and verification. Returns how many it does not explain."""
+    for plain, other in pairs:
+        if plain.output == other.output:
+            same = len(plain.output)
+            console.print(f"output: [bold green]identical[/], all {same} tokens", highlight=False)
+    different = [pair for pair in pairs if pair[0].output != pair[1].output]
+    partings = []
+    for plain, other in different:
+        same = common_prefix(plain.output, other.output)
+        if same < min(len(plain.output), len(other.output)):
+            partings.append((plain, same, other.output[same]))
+            continue
+        where = f"from token {same + 1} on, where one output ends"
+        console.print(f"output: [bold yellow]differs[/] {where}", highlight=False)
+    unexplained = len(different) - len(partings)
+    moves = moves_of_margins(decoder, partings, gamma) if partings else []
+    for (plain, same, token), (gap, most, places) in zip(partings, moves, strict=True):
+        explained = places > 0 and gap <= most
+        unexplained += not explained
+        first, second = (repr(printable(session.tokenizer.decode([i]))) for i in (plain.output[same], token))
+        console.print(f"output: [bold yellow]differs[/] from token {same + 1} on", highlight=False)
+        console.print(
+            f"  {first} and {second} are {gap:.2e} apart in the target's logits; computed by decoding and by "
+            f"verification, that differs by up to {most:.2e} at {places} places of this text: "
+            + ("a tie that rounding decides" if explained else "more than rounding explains"),
+            markup=False,
+            highlight=False,
+        )
+    return unexplained
 
 
-def gap_and_change(
-    decoded: torch.Tensor, verified: Sequence[torch.Tensor], first: int, second: int
-) -> tuple[float, float]:
-    """How far apart two tokens' logits are where decoding computes them, (vocab_size,), and by how much
-    the most of the verifications moves them against each other: up to twice what a single logit moves."""
-    apart = decoded[first] - decoded[second]
-    change = max(abs((logits[first] - logits[second] - apart).item()) for logits in verified)
-    return abs(apart.item()), change
+def moves_of_margins(
+    decoder: SpeculativeDecoder, partings: Sequence[tuple[Request, int, int]], gamma: int
+) -> list[tuple[float, float, int]]:
+    """How far apart decoding and verification compute margins, the difference of two tokens' logits.
 
+    Both go through the text of each plain request up to a place, with a cache of their own: verification
+    with `gamma` drafts that attend to everything. Margins are those of the text's next token to the best
+    other token, and at the place itself to the token given.
 
-def _logits_after(
-    decoder: SpeculativeDecoder, tokens: list[int], drafts: Sequence[int], gamma: int, plain: Request
-) -> list[torch.Tensor | None]:
-    """The target's logits after `tokens`, (vocab_size,), for each number of drafts at the end of them: none
-    is plain decoding, others are a verification's rows (of drafts made with everything, so that all fit).
-    None where greedy decoding did not pass through `tokens`.
+    Returns:
+        For each (plain request, place in its output, token): the margin there as decoding computes it,
+        the most by which a margin moves, and at how many places it was looked at.
     """
-    found: list[torch.Tensor | None] = [None] * len(drafts)
+    decoded: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in partings]
+    verified: list[dict[int, torch.Tensor]] = [{} for _ in partings]
 
-    def catch(i: int, history: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        if history.shape[0] == len(tokens) and history.tolist() == tokens:
-            found[i] = logits.clone()  # a draft's first, then the verification's
+    def passed(i: int, history: torch.Tensor) -> int | None:
+        """How many of the output's tokens `history` holds, if it is the text."""
+        plain, place, _ = partings[i]
+        n = history.shape[0] - len(plain.prompt)
+        return n if n <= place and history[len(plain.prompt) :].tolist() == plain.output[:n] else None
+
+    def look(i: int, history: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        n = passed(i, history)
+        if n is not None:
+            plain, place, token = partings[i]
+            others = logits.index_fill(0, torch.tensor(plain.output[n], device=logits.device), -torch.inf)
+            best = others.argmax() if n < place else torch.tensor(token, device=logits.device)
+            decoded[i][n] = best, (logits[plain.output[n]] - logits[best]).float()
         return logits
 
-    requests = [
-        Request(
-            tokens[: len(tokens) - n - 1] if n else tokens,
-            SamplingParams(),
-            max_new_tokens=1 + n + gamma if n else 1,
-            gamma=gamma if n else 0,
-            policy=Full(),
-            logits_processor=partial(catch, i),
-            max_iterations=1,
-            share_prefix_with=plain.share_prefix_with,
-        )
-        for i, n in enumerate(drafts)
-    ]
-    decoder.generate(requests)
-    return found
+    def look_again(i: int, history: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        n = passed(i, history)
+        if n is not None:  # a draft's at first, then the verification's
+            verified[i][n] = (logits[partings[i][0].output[n]] - logits[decoded[i][n][0]]).float()
+        return logits
+
+    for drafts, processor in ((0, look), (max(gamma, 1), look_again)):
+        requests = [
+            Request(
+                plain.prompt,
+                SamplingParams(),
+                max_new_tokens=place + 1,
+                gamma=drafts,
+                policy=Full(),
+                logits_processor=partial(processor, i),
+                forced_tokens=plain.output[: place + 1],
+                share_prefix_with=plain.share_prefix_with,
+            )
+            for i, (plain, place, _) in enumerate(partings)
+        ]
+        decoder.generate(requests)
+    result = []
+    for (_, place, _), one, other in zip(partings, decoded, verified, strict=True):
+        moves = [(one[n][1] - margin).abs() for n, margin in other.items()]
+        most = torch.stack(moves).max().item() if moves else 0.0
+        result.append((abs(one[place][1].item()), most, len(moves)))
+    return result
