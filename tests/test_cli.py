@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from vegas_ops import cli, demo
+from vegas_ops import cli, demo, tune
 from vegas_ops.models import Qwen3Model, Tokenizer
 from vegas_ops.plots import acceptance_by_position, plot_run, selection_histogram
 from vegas_ops.session import DEMO_MODEL, Session, common_prefix, printable
@@ -112,6 +112,9 @@ def test_tune_writes_what_generate_reads(
     assert (tmp_path / "tuned.png").read_bytes().startswith(b"\x89PNG")
     tuned = Tuning.load(tmp_path / "tuned.json")
     assert tuned.policy == "vegas-lookahead" and tuned.gamma in (0, 1, 3) and tuned.ratio in (0.1, 0.3)
+    for repeats, spread in ((1, "one run"), (3, " %")):
+        column = tune._table(tuned, repeats).columns[6]
+        assert all(cell.endswith(spread) for cell in column.cells), repeats
     options = ("--max-new-tokens", 12, "--tuned", tmp_path / "tuned.json")
     plain = run(capsys, "generate", *common, "--max-new-tokens", 12, "--gamma", 0)[1]
     assert run(capsys, "generate", *common, *options)[1] == plain
@@ -151,6 +154,7 @@ def test_tune_writes_what_generate_reads(
         (("--new-tokens", 1), "`new_tokens` must be at least 2"),
         (("--policy", "best"), "`policy` must be one of"),
         (("--top-p", 2), "`top_p` must"),
+        (("--top-p", 0.9), "`temperature` must be above 0 for --top-p to have an effect, got 0"),
     ],
 )
 def test_tune_checks_everything_before_it_loads_a_model(
@@ -213,6 +217,8 @@ def test_bench_runs_what_the_repository_has(
         (("--gamma", "-1"), "`gamma` must be >= 0, got -1"),
         (("--ratio", "1.5"), "`ratio` must be in [0, 1], got 1.5"),
         (("--temperature", "-1"), "`temperature` must be"),
+        (("--top-k", "5", "--seed", "1"), "`temperature` must be above 0 for --top-k, --seed"),
+        (("--policy", "random", "--seed", "1", "--min-p", "0.1"), "must be above 0 for --min-p to have"),
         (("--prompt", "no such file"), "no such file"),
         (("--model", "no such folder"), "`model` must be a folder, got 'no such folder'"),
         (("--max-new-tokens", "40000"), "`max_new_tokens` must be at most"),

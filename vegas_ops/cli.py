@@ -177,6 +177,16 @@ def _speculation(args: argparse.Namespace) -> tuple[Any, int, float]:
     )
 
 
+def _check_sampled(args: argparse.Namespace, **off: Any) -> None:
+    """Refuses options of sampling, by the values that turn them off, where decoding is greedy."""
+    given = [name for name, value in off.items() if getattr(args, name) != value]
+    if given and args.temperature == 0:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(
+            f"`temperature` must be above 0 for {options} to have an effect, got {args.temperature:g}"
+        )
+
+
 def _model(folder: Path | None) -> Path | None:
     if folder is not None and not folder.is_dir():
         raise ValueError(
@@ -243,6 +253,9 @@ def _generate(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     (policy, gamma, ratio), device = _speculation(args), _device(args.device)
+    # A random selection of tokens takes a seed, too.
+    seed = args.seed if policy.name == "random" else None
+    _check_sampled(args, top_p=1.0, top_k=0, min_p=0.0, seed=seed)
     text = sys.stdin.read() if str(args.prompt) == "-" else read_text(args.prompt)
     session = Session(
         _model(args.model) or DEMO_MODEL,
@@ -289,6 +302,8 @@ def _tune(args: argparse.Namespace) -> int:
     from vegas_ops.speculative import POLICIES, SamplingParams
     from vegas_ops.tune import TuneOptions, run_tune
 
+    sampling = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=0)
+    _check_sampled(args, top_p=1.0)
     options = TuneOptions(
         model=_model(args.model) or DEMO_MODEL,
         prompts=args.prompt,
@@ -298,7 +313,7 @@ def _tune(args: argparse.Namespace) -> int:
         gammas=args.gammas,
         ratios=args.ratios,
         policy=POLICIES[args.policy],
-        sampling=SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=0),
+        sampling=sampling,
         device=_device(args.device),
         dtype=DTYPES[args.dtype] if args.dtype else None,
         batch_invariant=args.batch_invariant,

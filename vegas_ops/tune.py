@@ -77,7 +77,7 @@ def run_tune(options: TuneOptions, console: Console) -> int:
             sampling=options.sampling,
             on_trial=on_trial,
         )
-    console.print(_table(tuning))
+    console.print(_table(tuning, options.repeats))
     plain, best = tuning.trials[0], max(tuning.trials, key=lambda trial: trial.tokens_per_second)
     if tuning.gamma:
         drafting = [t for t in tuning.trials if t.gamma and (t.gamma, t.ratio) != (best.gamma, best.ratio)]
@@ -96,20 +96,21 @@ def run_tune(options: TuneOptions, console: Console) -> int:
     return 0
 
 
-def _table(tuning: Tuning) -> Table:
+def _table(tuning: Tuning, repeats: int) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("step", no_wrap=True)
     for name in ("γ", "ratio", "accepted", "per round", "tokens/s", "±", "speed-up"):
         table.add_column(name, justify="right")
     plain = tuning.trials[0].tokens_per_second
     for trial in tuning.trials:
+        half_range = 50 * (trial.fastest - trial.slowest) / trial.tokens_per_second
         drafts = (str(trial.gamma), f"{trial.ratio:g}", f"{100 * trial.acceptance:.1f} %")
         table.add_row(
             STEPS[trial.step],
             *(drafts if trial.gamma else ("", "", "")),
             f"{trial.tokens_per_iteration:.2f}",
             f"{trial.tokens_per_second:.1f}",
-            f"{50 * (trial.fastest - trial.slowest) / trial.tokens_per_second:.0f} %",  # half the range
+            f"{half_range:.0f} %" if repeats > 1 else "one run",
             f"{trial.tokens_per_second / plain:.2f}x",
             style="bold" if trial.step == 3 and trial.ratio == tuning.ratio else "",
         )
