@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,14 @@ class FlashInfer:
             wrapper.run(q, (keys, values), out=out)
 
         return Contender(bind(launch, caches), lambda: out)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What is there to compare with on a GPU."""
+
+    fa3: FlashAttention3 | None = None
+    flashinfer: FlashInfer | None = None
 
 
 def bind(launch: Callable[[Tensor, Tensor], object], caches: KeysValues) -> list[Callable[[], object]]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import harness
 import torch
 from harness import Bench, Cell, Contender, Launch, Setup
-from peers import FlashAttention3, FlashInfer, dense_attention, gather_sdpa
+from peers import FlashAttention3, FlashInfer, Peers, dense_attention, gather_sdpa
 from torch import Tensor
 from verify import DTYPES, GPT_OSS_20B, QWEN3_8B, QWEN3_30B_A3B, size_class
 
@@ -181,12 +181,6 @@ class _Problem:
         keys, values = (cache.flatten(0, 1)[index].transpose(0, 1) for cache in self.caches[0])
         row = slice(longest, longest + 1)
         return self.out[row], dense_attention(self.q[row], keys, values)
-
-
-@dataclass(frozen=True)
-class Peers:
-    fa3: FlashAttention3 | None = None
-    flashinfer: FlashInfer | None = None
 
 
 def _build(case: Case, peers: Peers, bench: Bench) -> Setup:

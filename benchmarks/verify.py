@@ -18,6 +18,7 @@ from harness import Bench, Cell, Contender, Launch, Setup
 from peers import (
     FlashAttention3,
     FlashInfer,
+    Peers,
     bmm_softmax_bmm,
     contiguous,
     dense_attention,
@@ -230,14 +231,6 @@ class _Problem:
 
     def ours(self) -> Contender:
         return Contender(self.launches(self.case), lambda: self.out)
-
-
-@dataclass(frozen=True)
-class Peers:
-    """What is there to compare with on a GPU."""
-
-    fa3: FlashAttention3 | None = None
-    flashinfer: FlashInfer | None = None
 
 
 def _with_peers(case: Case, peers: Peers, bench: Bench) -> Setup:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,16 @@ LAYOUTS = ("nhd", "hnd", "interleaved_head", "interleaved_page", "sliced", "cros
 
 def int32(values: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+
+def case_dtype(device: torch.device) -> torch.dtype:
+    """Of cases that name none: the most exact that it has."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def empty_on_cuda(value: Any) -> Any:
+    """Like a tensor, on a GPU that need not exist under fake tensors; other values as they are."""
+    return torch.empty(value.shape, dtype=value.dtype, device="cuda") if isinstance(value, Tensor) else value
 
 
 def full_nan(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -158,13 +168,12 @@ class PagedCase:
         """One request's keys and values in float64, 0 where the page is bad, and which exist."""
         table = self.block_table[b]
         positions = torch.arange(max(self.lengths[b], 0), device=self.device)
-        exists = reference._positions_exist(positions, table, self.k_cache)
-        slots = reference._slots(positions, table, exists, self.page_size)
+        slots = reference._slots(positions, table, self.k_cache)
         keys, values = (
             reference._load(cache, slots, reference._descale_of(descale, b, self.heads_kv), torch.float64)
             for cache, descale in ((self.k_cache, self.k_descale), (self.v_cache, self.v_descale))
         )
-        return keys, values, exists
+        return keys, values, slots >= 0
 
 
 @dataclass
@@ -222,13 +231,15 @@ class VerifyCase(PagedCase):
             **self.options,
         }
 
-    def outputs(self, fill: float, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Outputs full of `fill`, in the op's dtypes or all in `dtype`."""
+    def outputs(
+        self, fill: float, dtype: torch.dtype | None = None, width: int | None = None
+    ) -> dict[str, Tensor]:
+        """Outputs full of `fill`, in the op's dtypes or all in `dtype`, logits of `width` if given."""
 
         def make(shape: Sequence[int], own: torch.dtype) -> Tensor:
             return torch.full(tuple(shape), fill, dtype=dtype or own, device=self.device)
 
-        wide = self.max_seqlen_k + self.wider
+        wide = self.max_seqlen_k + self.wider if width is None else width
         outputs = {
             "out": make((self.total_q, self.heads_q, self.head_dim), self.dtype),
             "lse": make((self.heads_q, self.total_q), torch.float32),
@@ -494,25 +505,53 @@ class SelectCase:
         return self.logits[..., head : head + 1, :], kwargs
 
 
-def twin(case: Any, device: torch.device) -> Any:
-    """The same case on another device: its tensors keep their strides, and share memory as they did."""
-    moved: dict[int, Tensor] = {}
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for it."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _tensors(values: dict[str, Any]) -> Iterator[Tensor]:
+    for value in values.values():
+        if isinstance(value, dict):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor) and value.device.type != "meta":
+            yield value
+
+
+def twin(case: Any, device: torch.device, **more: Any) -> Any:
+    """The same case on another device: its tensors keep their strides, and share memory as they did.
+
+    `more` become further attributes of it, tensors in dictionaries included. A GPU gets all in one transfer;
+    on the CPU each storage stays an allocation of its own, which shows sanitizers its ends.
+    """
+    values = {**case.__dict__, **more}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in _tensors(values)}
+    sources = {key: torch.empty(0, dtype=torch.uint8).set_(storage) for key, storage in storages.items()}
+    moved: dict[int, tuple[Tensor, int]] = {}
+    if device.type == "cuda":
+        at, starts = 0, {}
+        for key, source in sources.items():
+            starts[key] = at
+            at += -(-source.numel() // 512) * 512
+        packed = torch.empty(at, dtype=torch.uint8, pin_memory=True)
+        for key, source in sources.items():
+            packed[starts[key] : starts[key] + source.numel()] = source
+        there = packed.to(device, non_blocking=True)
+        moved = {key: (there, start) for key, start in starts.items()}
+    else:
+        moved = {key: (source.clone(), 0) for key, source in sources.items()}
 
     def move(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: move(inner) for name, inner in value.items()}
         if not isinstance(value, Tensor) or value.device.type == "meta":
             return value
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in moved:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            moved[storage.data_ptr()] = whole.to(device)
+        whole, start = moved[value.untyped_storage().data_ptr()]
         view = torch.empty(0, dtype=value.dtype, device=device)
-        return view.set_(
-            moved[storage.data_ptr()].untyped_storage(), value.storage_offset(), value.shape, value.stride()
-        )
+        offset = start // value.element_size() + value.storage_offset()
+        return view.set_(whole.untyped_storage(), offset, value.shape, value.stride())
 
     other = copy.copy(case)
-    other.__dict__.update({name: move(value) for name, value in case.__dict__.items()})
+    other.__dict__.update({name: move(value) for name, value in values.items()})
     other.device = device
     return other

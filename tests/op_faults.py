@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,9 @@ CONTIGUOUS = (
 INTEGERS = ("seqused_k", "cu_seqlens_q")
 
 
-def random_call(draw: Draw, device: torch.device) -> tuple[Callable[..., Any], Call]:
+def random_call(
+    draw: Draw, device: torch.device, workspaces: Sequence[dict[str, Tensor]] = ()
+) -> tuple[Callable[..., Any], Call]:
     from op_fuzz import SelectSubject, SparseSubject, VerifySubject
 
     subject = draw.choice((VerifySubject, SparseSubject, SelectSubject))(draw, device)
@@ -65,15 +67,20 @@ def random_call(draw: Draw, device: torch.device) -> tuple[Callable[..., Any], C
         one = subject.twin
         outputs = subject.outputs(0)
         outputs.pop("sums")
-        return vegas_ops.topk_aggregate_logits, {
-            "logits": one.logits, **one.dump_kwargs, **one.kwargs, **outputs
-        }  # fmt: skip
+        call = {"logits": one.logits, **one.dump_kwargs, **one.kwargs, **outputs}
+        return vegas_ops.topk_aggregate_logits, _with_workspace(call, subject, draw, workspaces)
     names = ("q", "k_cache", "v_cache", "indices", "topk_length")
     op: Callable[..., Any] = vegas_ops.sparse_paged_decode
     if isinstance(subject, VerifySubject):
         names = ("q", "k_cache", "v_cache", "block_table", "seqused_k")
         op = vegas_ops.flash_attn_with_logit_dump
-    return op, {**dict(zip(names, subject.twin.args, strict=True)), **subject.kwargs, **subject.outputs(0)}
+    call = {**dict(zip(names, subject.twin.args, strict=True)), **subject.kwargs, **subject.outputs(0)}
+    return op, _with_workspace(call, subject, draw, workspaces)
+
+
+def _with_workspace(call: Call, subject: Any, draw: Draw, workspaces: Sequence[dict[str, Tensor]]) -> Call:
+    """What other calls use as well: what is refused must leave it reusable."""
+    return {**call, "workspace": workspaces[0][subject.workspace]} if workspaces and draw.maybe() else call
 
 
 def _another_dtype(op: Any, call: Call, draw: Draw, names: list[str]) -> str:
@@ -214,14 +221,15 @@ FAULTS = (
 )  # fmt: skip
 
 
-def check_refusal(draw: Draw, device: torch.device) -> None:
-    op, call = random_call(draw, device)
+def check_refusal(draw: Draw, device: torch.device, workspaces: Sequence[dict[str, Tensor]] = ()) -> None:
+    op, call = random_call(draw, device, workspaces)
     op(**call)
     name = None
     while name is None:
         wrong = dict(call)
         fault = draw.choice(FAULTS)
-        name = fault(op, wrong, draw, [key for key, value in call.items() if isinstance(value, Tensor)])
+        tensors = [k for k, value in call.items() if isinstance(value, Tensor) and k != "workspace"]
+        name = fault(op, wrong, draw, tensors)
     before = {
         output: wrong[output].clone() for output in OUTPUTS[op] if isinstance(wrong.get(output), Tensor)
     }
@@ -233,6 +241,13 @@ def check_refusal(draw: Draw, device: torch.device) -> None:
         assert named, f"{what}: the error does not name it: {error}"
     else:
         raise AssertionError(f"{what}: not refused")
-    for output, value in before.items():
-        same = (wrong[output] == value) | (wrong[output].isnan() & value.isnan())
-        assert bool(same.all()), f"{what}: {output} was written"
+    same = {
+        output: ((wrong[output] == value) | (wrong[output].isnan() & value.isnan()))
+        .all()
+        .to("cpu", non_blocking=True)
+        for output, value in before.items()
+    }
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    for output, untouched in same.items():
+        assert bool(untouched), f"{what}: {output} was written"

@@ -3,6 +3,12 @@
 A case follows from its seed alone. Its inputs and its oracle are computed on the CPU; the op runs where
 it is told to, always twice: over outputs full of a sentinel and full of NaN, on a GPU on two streams at a
 time. Then lengths, counts and rows change in place, on a GPU under a captured graph, and it runs again.
+
+Workspaces outlive a case: what a call leaves in one is what the calls of all later cases find, of whatever
+shape, with refused calls and discarded captures in between.
+
+Processes that share a GPU take turns on it, and each wait for it costs a turn. So inputs go there in one
+transfer, results come back in one, and nothing else waits.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ import math
 from typing import Any, Protocol
 
 import torch
-from op_cases import SENTINEL, SENTINEL_INDEX, SelectCase, SparseCase, VerifyCase, int32, twin
+from op_cases import SENTINEL, SENTINEL_INDEX, SelectCase, SparseCase, VerifyCase, int32, send, twin
 from op_checks import (
     assert_same_bits,
     assert_selection,
@@ -21,7 +27,16 @@ from op_checks import (
     bound_verify,
     sums_of_head,
 )
-from op_draws import DUMPS, HALF, Draw, RandomDraw, select_arguments, sparse_arguments, verify_arguments
+from op_draws import (
+    DUMPS,
+    HALF,
+    Draw,
+    RandomDraw,
+    ranged,
+    select_arguments,
+    sparse_arguments,
+    verify_arguments,
+)
 from torch import Tensor
 
 import vegas_ops
@@ -31,17 +46,25 @@ CPU = torch.device("cpu")
 Outputs = dict[str, Tensor]
 Workspaces = dict[str, Tensor]
 
+VERIFY, SELECT, SPARSE = "flash_attn_with_logit_dump", "topk_aggregate_logits", "sparse_paged_decode"
+LONG = "verification within wide bounds"
+
 # What bounds the cases below.
-BOUNDS: dict[str, dict[str, int]] = {
-    "flash_attn_with_logit_dump": {
-        "max_q_len": 33, "max_seqlen_k": 1024, "num_heads_q": 24, "num_heads_kv": 3,
+BOUNDS: dict[str, dict[str, Any]] = {
+    VERIFY: {
+        "max_q_len": 33, "max_seqlen_k": 1024, "num_heads_q": 24, "num_heads_kv": 3, "head_dim": 256,
     },
-    "topk_aggregate_logits": {
+    LONG: {
+        "op": VERIFY, "max_q_len": 9, "max_seqlen_k": 2**16, "num_heads_q": 64, "num_heads_kv": 16,
+        "head_dim": 128,
+    },
+    SELECT: {
         "max_q_len": 33, "max_seqlen_k": 3200, "max_k": 3200, "layers": 3, "num_heads_q": 9,
-        "num_heads_kv": 9,
+        "num_heads_kv": 9, "head_dim": 256,
     },
-    "sparse_paged_decode": {
+    SPARSE: {
         "max_q_len": 1, "max_seqlen_k": 2048, "max_k": 700, "num_heads_q": 24, "num_heads_kv": 3,
+        "head_dim": 256,
     },
 }  # fmt: skip
 
@@ -57,8 +80,8 @@ class Surroundings:
 
     def _workspaces(self) -> Workspaces:
         return {
-            op: vegas_ops.make_workspace(op, max_batch=4, head_dim=256, device=self.device, **bounds)  # type: ignore[arg-type]
-            for op, bounds in BOUNDS.items()
+            name: vegas_ops.make_workspace(**{"op": name, "max_batch": 4, "device": self.device, **bounds})
+            for name, bounds in BOUNDS.items()
         }
 
 
@@ -84,7 +107,7 @@ def filled(kind: int, shape: Any, dtype: torch.dtype, device: torch.device) -> T
 
 def put(target: Tensor | None, values: list[int]) -> None:
     if target is not None:
-        target.copy_(int32(values))
+        target.copy_(send(int32(values), target.device).view(target.shape))
 
 
 def for_device(arguments: dict[str, Any], device: torch.device, draw: Draw) -> dict[str, Any]:
@@ -97,26 +120,36 @@ class AttentionSubject:
     """An attention op, whose calls are made of a paged case and of its twin on the device."""
 
     op: str
+    workspace: str  # which it takes of BOUNDS
     twin: Any
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any]  # made once: a graph must not copy from the host
 
     def outputs(self, kind: int) -> Outputs:
         return self.twin.outputs((SENTINEL, math.nan)[kind])
 
     def run(self, outputs: Outputs, workspaces: Workspaces) -> None:
         op = getattr(vegas_ops, self.op)
-        op(*self.twin.args, **self.kwargs, **outputs, workspace=workspaces.get(self.op))
+        op(*self.twin.args, **self.kwargs, **outputs, workspace=workspaces.get(self.workspace))
+
+
+def within_long(case: VerifyCase) -> bool:
+    """Whether the workspace LONG serves it."""
+    bounds = BOUNDS[LONG]
+    within = case.heads_q <= bounds["num_heads_q"] and case.heads_kv <= bounds["num_heads_kv"]
+    return within and case.head_dim <= bounds["head_dim"] and max([*case.q_lens, 0]) <= bounds["max_q_len"]
 
 
 class VerifySubject(AttentionSubject):
-    op = "flash_attn_with_logit_dump"
+    op = VERIFY
 
     def __init__(self, draw: Draw, device: torch.device, **fixed: Any) -> None:
         self.device = device
-        self.case = VerifyCase(**{**for_device(verify_arguments(draw), device, draw), **fixed})
-        self.twin = twin(self.case, device)
-        self.longest = (list(self.case.lengths), list(self.case.q_lens))
-        self.kwargs = self.twin.kwargs  # made once: a graph must not copy from the host
+        self.case = case = VerifyCase(**{**for_device(verify_arguments(draw), device, draw), **fixed})
+        self.twin = twin(case, device, call=case.kwargs)
+        self.longest = (list(case.lengths), list(case.q_lens))
+        self.kwargs = self.twin.call
+        long = "max_seqlen_k" in case.options or (within_long(case) and draw.maybe())
+        self.workspace = LONG if long else VERIFY
 
     def vary(self, draw: Draw) -> None:
         case = self.case
@@ -138,15 +171,36 @@ class VerifySubject(AttentionSubject):
         bound_verify(self.case).check(got, again)
 
 
+class LongSubject(VerifySubject):
+    """Bounds so wide that on Hopper the CTAs of a team exchange their heads' parts of a summed dump."""
+
+    def __init__(self, draw: Draw, device: torch.device) -> None:
+        batch = draw.choice((3, 4))
+        heads_kv = draw.choice((11, 12, 16) if batch == 3 else (8, 9, 16))
+        bound = 2**21 // (batch * heads_kv) + draw.integer(1, 300)  # parts of 8 MB
+        lengths = [ranged(draw, (0, 3), (1, 70), (70, 400)) for _ in range(batch)]
+        options: dict[str, Any] = {"max_seqlen_k": bound}
+        options.update(draw.choice(({}, {}, {"batch_invariant": True}, {"num_splits": 3})))
+        if draw.maybe():
+            options["window_size"] = (draw.integer(0, 300), 0)
+        super().__init__(
+            draw, device, heads_kv=heads_kv, heads_q=heads_kv * draw.choice((1, 1, 2, 4)), descale="none",
+            head_dim=draw.choice((64, 64, 128)), page_size=draw.choice((16, 64)), lengths=lengths,
+            q_lens=[draw.integer(0, 3) for _ in lengths], dump=draw.choice(("token", "token_weight")),
+            dump_rows=None, dump_len=None, logits_dtype=torch.float32, options=options,
+            wider=bound - max([*lengths, 1]),
+        )  # fmt: skip
+
+
 class SparseSubject(AttentionSubject):
-    op = "sparse_paged_decode"
+    op = workspace = SPARSE
 
     def __init__(self, draw: Draw, device: torch.device) -> None:
         self.device = device
         self.case = SparseCase(**for_device(sparse_arguments(draw), device, draw))
-        self.twin = twin(self.case, device)
+        self.twin = twin(self.case, device, call=self.case.kwargs)
         self.lengths, self.counts = list(self.case.lengths), self.case.topk_length.clone()
-        self.kwargs = self.twin.kwargs
+        self.kwargs = self.twin.call
 
     def vary(self, draw: Draw) -> None:
         case = self.case
@@ -157,8 +211,8 @@ class SparseSubject(AttentionSubject):
             case.tail_starts = [draw.integer(-1, n + 1) for n in case.lengths]
             put(self.kwargs["tail_start"], case.tail_starts)
         counts = [draw.integer(-1, n) if draw.maybe() else n for n in self.counts.flatten().tolist()]
-        case.topk_length.copy_(int32(counts).view_as(self.counts))
-        self.twin.topk_length.copy_(case.topk_length)
+        put(case.topk_length, counts)
+        put(self.twin.topk_length, counts)
 
     def check(self, got: Outputs, again: Outputs) -> None:
         bound_sparse(self.case).check(got, again)
@@ -167,7 +221,7 @@ class SparseSubject(AttentionSubject):
 class SelectSubject:
     """Selection, and the sums alone."""
 
-    op = "topk_aggregate_logits"
+    op = workspace = SELECT
 
     def __init__(self, draw: Draw, device: torch.device) -> None:
         self.device = device
@@ -228,9 +282,9 @@ class RoundSubject(VerifySubject):
         self.max_k = draw.integer(0, 90)
         self.k = [draw.integer(0, self.max_k) for _ in case.lengths]
         self.draft_q = case.random(case.batch, case.heads_q, case.head_dim).to(case.dtype)
-        self.draft_q_there = self.draft_q.to(device)
-        self.candidates = int32(self._candidates(), device)
-        self.k_there = int32(self.k, device)
+        self.draft_q_there = send(self.draft_q, device)
+        self.candidates = send(int32(self._candidates()), device)
+        self.k_there = send(int32(self.k), device)
 
     def _candidates(self) -> list[int]:
         return [min(n - rows + 1, n) for n, rows in zip(self.case.lengths, self.case.q_lens, strict=True)]
@@ -266,14 +320,14 @@ class RoundSubject(VerifySubject):
         vegas_ops.topk_aggregate_logits(
             outputs["logits"], **kwargs, k=self.k_there, max_k=self.max_k, pool=self.pool, **self.forced,
             block_table=one.block_table, page_size=one.page_size, indices=outputs["indices"],
-            topk_length=outputs["topk_length"], workspace=workspaces.get("topk_aggregate_logits"),
+            topk_length=outputs["topk_length"], workspace=workspaces.get(SELECT),
         )  # fmt: skip
         vegas_ops.sparse_paged_decode(
             self.draft_q_there, one.k_cache, one.v_cache, outputs["indices"], outputs["topk_length"],
             tail_start=self.candidates, seqused_k=one.seqused_k, block_table=one.block_table,
             sinks=one.sinks, k_descale=one.k_descale, v_descale=one.v_descale, softcap=one.softcap,
             softmax_scale=one.scale, out=outputs["draft out"], lse=outputs["draft lse"],
-            workspace=workspaces.get("sparse_paged_decode"),
+            workspace=workspaces.get(SPARSE),
         )  # fmt: skip
 
     def vary(self, draw: Draw) -> None:
@@ -318,11 +372,60 @@ class RoundSubject(VerifySubject):
         )
 
 
-SUBJECTS = {"verify": VerifySubject, "sparse": SparseSubject, "select": SelectSubject, "round": RoundSubject}
+class SequenceSubject:
+    """Calls of several others one after the other, with nothing between them."""
+
+    def __init__(self, draw: Draw, device: torch.device) -> None:
+        kinds = (LongSubject, LongSubject, VerifySubject, SparseSubject, SelectSubject, RoundSubject)
+        self.members: list[Subject] = [draw.choice(kinds)(draw, device) for _ in range(draw.integer(2, 4))]
+
+    def outputs(self, kind: int) -> Outputs:
+        return {
+            f"{i} {name}": tensor
+            for i, member in enumerate(self.members)
+            for name, tensor in member.outputs(kind).items()
+        }
+
+    def _of(self, i: int, outputs: Outputs) -> Outputs:
+        start = f"{i} "
+        return {name.removeprefix(start): t for name, t in outputs.items() if name.startswith(start)}
+
+    def run(self, outputs: Outputs, workspaces: Workspaces) -> None:
+        for i, member in enumerate(self.members):
+            member.run(self._of(i, outputs), workspaces)
+
+    def vary(self, draw: Draw) -> None:
+        for member in self.members:
+            member.vary(draw)
+
+    def check(self, got: Outputs, again: Outputs) -> None:
+        for i, member in enumerate(self.members):
+            member.check(self._of(i, got), self._of(i, again))
 
 
-def to_cpu(outputs: Outputs) -> Outputs:
-    return {name: tensor.to(CPU) for name, tensor in outputs.items()}
+SUBJECTS: dict[str, Any] = {
+    "verify": VerifySubject, "long": LongSubject, "sparse": SparseSubject, "select": SelectSubject,
+    "round": RoundSubject, "sequence": SequenceSubject,
+}  # fmt: skip
+SHARES = {
+    "verify": 4, "long": 1, "sparse": 4, "select": 4, "round": 4, "sequence": 1, "invalid": 2,
+}  # fmt: skip
+KINDS = [kind for kind, share in SHARES.items() for _ in range(share)]
+
+
+def fetch(outputs: Outputs) -> Outputs:
+    """On the CPU, once `wait` has returned."""
+    return {
+        name: torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+        for name, t in outputs.items()
+    }
+
+
+def wait() -> None:
+    """For the current stream, without keeping a core busy."""
+    reached = torch.cuda.Event(blocking=True)
+    reached.record()
+    reached.synchronize()
 
 
 def refill(outputs: Outputs, kind: int) -> None:
@@ -333,7 +436,7 @@ def refill(outputs: Outputs, kind: int) -> None:
 
 def check_on_two_streams(subject: Subject, around: Surroundings, draw: Draw) -> None:
     outputs = [subject.outputs(kind) for kind in (0, 1)]
-    given = draw.maybe()
+    given = draw.choice((True, True, True, False))
     start = torch.cuda.current_stream()
     for kind, stream in enumerate(around.streams):
         stream.wait_stream(start)
@@ -341,7 +444,19 @@ def check_on_two_streams(subject: Subject, around: Surroundings, draw: Draw) -> 
             subject.run(outputs[kind], around.workspaces[kind] if given else {})
     for stream in around.streams:
         start.wait_stream(stream)
-    subject.check(*(to_cpu(one) for one in outputs))
+    fetched = [fetch(one) for one in outputs]
+    wait()
+    subject.check(*fetched)
+
+
+def capture(subject: Subject, outputs: Outputs, workspaces: Workspaces) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    try:
+        subject.run(outputs, workspaces)
+    finally:
+        graph.capture_end()
+    return graph
 
 
 def check_replays(subject: Subject, around: Surroundings, draw: Draw, replays: int) -> None:
@@ -349,20 +464,18 @@ def check_replays(subject: Subject, around: Surroundings, draw: Draw, replays: i
     stream, outputs = around.streams[0], subject.outputs(0)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            subject.run(outputs, around.workspaces[0])
-        finally:
-            graph.capture_end()
+        if draw.maybe():
+            capture(subject, outputs, around.workspaces[0])  # and never replayed
+        graph = capture(subject, outputs, around.workspaces[0])
         for _ in range(replays):
             subject.vary(draw)
-            results = []
+            fetched = []
             for kind in (0, 1):
                 refill(outputs, kind)
                 graph.replay()
-                results.append(to_cpu(outputs))
-            subject.check(*results)
+                fetched.append(fetch(outputs))
+            wait()
+            subject.check(*fetched)
     torch.cuda.current_stream().wait_stream(stream)
 
 
@@ -380,19 +493,19 @@ def check_on_the_cpu(subject: Subject, draw: Draw, variations: int) -> None:
         subject.check(*outputs)
 
 
+@torch.inference_mode()
 def fuzz_case(seed: int, around: Surroundings) -> tuple[str, int]:
     """Raises AssertionError, or another error of the op, if something is wrong; else the kind of the case
     and how many comparisons with an oracle it made."""
     from op_faults import check_refusal
 
     draw = RandomDraw(seed)
-    kind = draw.choice(
-        ("verify", "verify", "sparse", "sparse", "select", "select", "round", "round", "invalid")
-    )
+    kind = draw.choice(KINDS)
     if kind == "invalid":
-        check_refusal(draw, around.device)
+        check_refusal(draw, around.device, around.workspaces)
         return kind, 1
-    subject: Subject = SUBJECTS[kind](draw, around.device)  # type: ignore[abstract]
+    subject: Subject = SUBJECTS[kind](draw, around.device)
+    members = len(subject.members) if isinstance(subject, SequenceSubject) else 1
     variations = 2 if draw.choice((True, False, False)) else 0
     if around.device.type == "cpu":
         check_on_the_cpu(subject, draw, variations)
@@ -400,4 +513,4 @@ def fuzz_case(seed: int, around: Surroundings) -> tuple[str, int]:
         check_on_two_streams(subject, around, draw)
         if variations:
             check_replays(subject, around, draw, variations)
-    return kind, 1 + variations
+    return kind, members * (1 + variations)

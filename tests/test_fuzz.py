@@ -30,8 +30,9 @@ def test_cases_of_every_kind(device: torch.device, kind: str) -> None:
 
 
 def test_refusals(device: torch.device) -> None:
+    around = Surroundings(device)
     for seed in range(150):
-        check_refusal(RandomDraw(seed), device)
+        check_refusal(RandomDraw(seed), device, around.workspaces)
 
 
 def test_a_seed_repeats_its_case(device: torch.device) -> None:

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from op_cases import LAYOUTS, SparseCase, int32
+from op_cases import LAYOUTS, SparseCase, case_dtype, empty_on_cuda, int32
 from op_checks import assert_same_bits, check_sparse
 from op_draws import drawn, sparse_arguments
 from torch import Tensor
 
 import vegas_ops
-
-
-def case_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @given(arguments=drawn(sparse_arguments))
@@ -352,14 +348,8 @@ def test_fake_tensors_on_cuda() -> None:
 
     case = SparseCase(dtype=torch.bfloat16, lengths=(20, 7), counts=(3, 1), tail_starts=(18, 5))
     with FakeTensorMode():
-
-        def fake(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return torch.empty(value.shape, dtype=value.dtype, device="cuda")
-
         out, lse = vegas_ops.sparse_paged_decode(
-            *(fake(a) for a in case.args), **{name: fake(v) for name, v in case.kwargs.items()}
+            *map(empty_on_cuda, case.args), **{name: empty_on_cuda(v) for name, v in case.kwargs.items()}
         )
         assert out.device.type == lse.device.type == "cuda"
         assert out.shape == case.q.shape and lse.shape == (4, 2) and lse.dtype == torch.float32

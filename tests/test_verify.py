@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from op_cases import LAYOUTS, SENTINEL, VerifyCase, int32
+from op_cases import LAYOUTS, SENTINEL, VerifyCase, case_dtype, empty_on_cuda, int32
 from op_checks import assert_same_bits, check_verify
 from op_draws import DUMPS, drawn, verify_arguments
 from torch import Tensor
@@ -23,10 +23,6 @@ from vegas_ops import _C
 
 def run(case: VerifyCase, **outputs: Tensor) -> vegas_ops.AttentionWithDump:
     return vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, **outputs)
-
-
-def case_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @given(arguments=drawn(verify_arguments))
@@ -543,14 +539,8 @@ def test_fake_tensors_on_cuda() -> None:
 
     case = VerifyCase(dtype=torch.bfloat16, lengths=(20, 7), q_lens=(3, 1), dump="kv_head")
     with FakeTensorMode():
-
-        def fake(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return torch.empty(value.shape, dtype=value.dtype, device="cuda")
-
         result = vegas_ops.flash_attn_with_logit_dump(
-            *(fake(a) for a in case.args), **{name: fake(v) for name, v in case.kwargs.items()}
+            *map(empty_on_cuda, case.args), **{name: empty_on_cuda(v) for name, v in case.kwargs.items()}
         )
         assert result.logits is not None and result.guide_lse is not None
         assert all(t.device.type == "cuda" for t in result if t is not None)

@@ -3,8 +3,8 @@
 
 A case follows from its seed: what fails is printed with the command that repeats it. Valid calls run twice
 bit for bit, on a GPU on two streams and, a third of them, under a captured graph whose lengths change between
-replays; on the CPU with one thread and with three. One case in nine makes a valid call wrong in one
-argument: it must be refused by name, with all outputs as they were.
+replays; on the CPU with one thread and with three. One case in ten makes a valid call wrong in one
+argument: it must be refused by name, with all outputs as they were. The calls of a process share workspaces.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 STUCK = 120  # seconds without a word from a process, after which its case counts as hanging
 MOST_FAILURES = 20
+MOST_PROCESSES = 48
+EVERY = 10  # seconds between two lines of progress where the output is no terminal
 
 
 def positive(text: str) -> int:
@@ -44,22 +46,28 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--cases", type=positive, help="stop after this many cases")
     parser.add_argument("--seed", type=int, help="of all cases; drawn and printed if absent")
-    parser.add_argument("--processes", type=positive, help="default: one per core, 16 at most")
+    parser.add_argument(
+        "--processes",
+        type=positive,
+        help=f"default: one per core, {MOST_PROCESSES} at most; they take turns on all GPUs",
+    )
     parser.add_argument("--case", type=int, metavar="SEED", help="run this one case here, with its traceback")
     return parser.parse_args()
 
 
-def load(device: str) -> Any:
+def load(device: str, worker: int = 0) -> Any:
     """The cases of the tests, and what those of one process share."""
     sys.path.insert(0, str(ROOT / "tests"))
     sys.path.append(str(ROOT))  # a build in place, unless the package is installed
     import op_fuzz
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # oracles take the time, and are computed on the CPU
     warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # a call with nothing to do
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("fuzz: --device cuda needs a GPU, and torch sees none")
+    if device == "cuda":
+        torch.cuda.set_device(worker % torch.cuda.device_count())
     around = op_fuzz.Surroundings(torch.device(device))
     return lambda seed: op_fuzz.fuzz_case(seed, around)
 
@@ -69,7 +77,7 @@ def seed_of(base: int, index: int) -> int:
 
 
 def work(worker: int, step: int, options: argparse.Namespace, current: Any, stop: Any, results: Any) -> None:
-    run = load(options.device)
+    run = load(options.device, worker)
     results.put(("ready", worker, None, 0))
     index = worker
     while not stop.is_set() and (options.cases is None or index < options.cases):
@@ -78,7 +86,8 @@ def work(worker: int, step: int, options: argparse.Namespace, current: Any, stop
             kind, compared = run(seed)
             results.put(("passed", worker, kind, compared))
         except Exception:
-            results.put(("failed", worker, (seed, traceback.format_exc()), 0))
+            before = f"(the case of its process after {index // step} others)\n"
+            results.put(("failed", worker, (seed, before + traceback.format_exc()), 0))
             if options.device == "cuda":
                 import torch
 
@@ -95,8 +104,10 @@ class Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.count = options.processes or min(os.cpu_count() or 1, 16)
-        context = multiprocessing.get_context("spawn")
+        self.count = options.processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+        # torch is imported once, in a process that never touches a GPU.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])
         self.current = context.Array("q", [-1] * self.count)
         self.stop, self.results = context.Event(), context.Queue()
         self.kinds: Counter[str] = Counter()
@@ -111,6 +122,12 @@ class Run:
     def cases(self) -> int:
         return sum(self.kinds.values()) + len(self.failures)
 
+    def seconds(self) -> float:
+        return time.monotonic() - self.started if self.started else 0.0
+
+    def rate(self) -> float:
+        return self.cases() / max(self.seconds(), 1e-9)
+
     def follow(self, show: Any) -> None:
         for process in self.processes:
             process.start()
@@ -121,8 +138,7 @@ class Run:
                 self._note(what, worker, value, compared, heard)
             except queue.Empty:
                 self._look_after(heard)
-            seconds = self.options.seconds
-            late = self.started is not None and seconds and time.monotonic() - self.started > seconds
+            late = self.options.seconds and self.seconds() > self.options.seconds
             if late or len(self.failures) >= MOST_FAILURES:
                 self.stop.set()
             show(self)
@@ -175,22 +191,37 @@ def main() -> int:
     console.print(f"fuzzing on {options.device}, --seed {options.seed}")
     run = Run(options)
     columns = (
-        TextColumn("{task.completed} cases, {task.fields[failed]} failed"),
+        TextColumn("{task.completed} cases, {task.fields[rate]:.0f} a second, {task.fields[failed]} failed"),
         BarColumn(),
         TimeElapsedColumn(),
     )
+    shown = 0
+
+    def show(r: Run) -> None:
+        nonlocal shown
+        failed = len(r.failures)
+        progress.update(task, completed=r.cases(), rate=r.rate(), failed=failed)
+        if not console.is_terminal and r.seconds() >= shown + EVERY:
+            shown = int(r.seconds())
+            print(f"{shown} s: {r.cases()} cases, {r.rate():.0f} a second, {failed} failed", flush=True)
+
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=options.cases, failed=0)
-        run.follow(lambda r: progress.update(task, completed=r.cases(), failed=len(r.failures)))
+        task = progress.add_task("", total=options.cases, rate=0.0, failed=0)
+        run.follow(show)
     for seed, text in run.failures:
         console.print(f"[red]failed[/]: python tools/fuzz.py --device {options.device} --case {seed}")
         console.print(escape(text))
-    seconds = time.monotonic() - run.started if run.started else 0.0
+    if run.failures:
+        console.print(
+            "A case that passes alone follows from what others left in a workspace: repeat the run with "
+            f"--seed {options.seed} --processes {run.count}",
+            soft_wrap=True,
+        )
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(run.kinds.items()))
     console.print(
         f"{run.cases()} cases ({kinds}), {run.compared} comparisons with oracles, "
-        f"{len(run.failures)} failed, {seconds:.0f} s, {run.cases() / max(seconds, 1e-9):.0f} cases/s, "
-        f"seed {options.seed}",
+        f"{len(run.failures)} failed, {run.seconds():.0f} s, {run.rate():.0f} cases/s with {run.count} "
+        f"processes, seed {options.seed}",
         soft_wrap=True,
     )
     return 1 if run.failures or not run.kinds else 0

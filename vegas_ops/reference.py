@@ -86,25 +86,26 @@ def flash_attn_with_logit_dump(
         if q_len <= 0:
             continue
         positions = torch.arange(length, device=q.device)
-        exists = _positions_exist(positions, block_table[b], k_cache)
-        slots = _slots(positions, block_table[b], exists, k_cache.shape[1])
+        slots = _slots(positions, block_table[b], k_cache)
         keys = _load(k_cache, slots, _descale_of(k_descale, b, num_heads_kv), compute_dtype)
         values = _load(v_cache, slots, _descale_of(v_descale, b, num_heads_kv), compute_dtype)
 
-        # Which keys each row sees, and what its softmax meets: (q_len, length), (heads, length).
-        visible = torch.stack(
-            [
-                exists & _causal_window(positions, length - q_len + row, causal, window_size)
-                for row in range(q_len)
-            ]
-        )
-        row_logits = [_logits(q[row].to(compute_dtype), keys, scale, softcap) for row in range(start, end)]
+        # Which keys each row sees, and what its softmax meets: (q_len, length), (q_len, heads, length).
+        p = length - q_len + torch.arange(q_len, device=q.device)[:, None]
+        in_window = _causal_window(positions, p, causal, window_size)
+        visible = ((slots >= 0) & in_window).expand(q_len, length)
+        row_logits = _logits(q[start:end].to(compute_dtype), keys, scale, softcap)
 
-        for row in range(q_len):
-            seen = visible[row]
-            row_out, row_lse = _attend(row_logits[row][:, seen], values[seen], sinks)
-            out[start + row] = row_out.to(out.dtype)
-            lse[:, start + row] = row_lse.to(lse.dtype)
+        # Rows one by one where a value is not finite: 0 times what a row does not see would be NaN.
+        step = q_len if bool(values.isfinite().all()) else 1
+        for first in range(0, q_len, step):
+            sees = visible[first : first + step]
+            keep = sees.any(0)
+            hidden = ~sees[:, None, keep]
+            scores = row_logits[first : first + step, :, keep].masked_fill(hidden, -math.inf)
+            rows_out, rows_lse = _attend(scores, values[keep], sinks, hidden)
+            rows = slice(start + first, start + first + step)
+            out[rows], lse[:, rows] = rows_out.to(out.dtype), rows_lse.T.to(lse.dtype)
 
         bits = 3 if dump_rows is None else int(dump_rows[b])
         # Plane of the dump -> its query row.
@@ -312,10 +313,13 @@ def sparse_paged_decode(
     out = _allocate(out, (batch, num_heads_q, head_dim), q.dtype, q.device)
     lse = _allocate(lse, (num_heads_q, batch), torch.float32, q.device)
 
+    # KV heads that share a list.
+    sharing = 1 if indices.ndim == 3 or topk_length.ndim == 2 else num_heads_kv
     for b in range(batch):
         length = None if seqused_k is None else int(seqused_k[b])
-        for head in range(num_heads_kv):
-            heads = slice(head * group, (head + 1) * group)
+        for head in range(0, num_heads_kv, sharing):
+            heads_kv = slice(head, head + sharing)
+            heads = slice(head * group, (head + sharing) * group)
             slots = torch.empty(0, dtype=torch.int64, device=q.device)
             if length != 0:
                 row = indices[b, head] if indices.ndim == 3 else indices[b]
@@ -334,8 +338,8 @@ def sparse_paged_decode(
             keys = _load(k_cache, slots, _descale_of(k_descale, b, num_heads_kv), compute_dtype)
             values = _load(v_cache, slots, _descale_of(v_descale, b, num_heads_kv), compute_dtype)
             head_out, head_lse = _attend(
-                _logits(q[b, heads].to(compute_dtype), keys[:, head, None], scale, softcap),
-                values[:, head, None],
+                _logits(q[b, heads].to(compute_dtype), keys[:, heads_kv], scale, softcap),
+                values[:, heads_kv],
                 None if sinks is None else sinks[heads],
             )
             out[b, heads] = head_out.to(out.dtype)
@@ -352,21 +356,16 @@ def _allocate(
 # Looking keys up in their pages. A slot is page * page_size + offset; -1 stands for no slot.
 
 
-def _positions_exist(positions: Tensor, pages_of: Tensor, cache: Tensor) -> Tensor:
-    """Which positions lie on a page of the cache; `pages_of` is one row of the block table."""
-    column = positions // cache.shape[1]
-    exists = (positions >= 0) & (column < pages_of.shape[0])
-    page = torch.full_like(positions, -1)
-    page[exists] = pages_of[column[exists]].to(positions.dtype)
-    return exists & (page >= 0) & (page < cache.shape[0])
-
-
-def _slots(positions: Tensor, pages_of: Tensor, exists: Tensor, page_size: int) -> Tensor:
-    slots = torch.full_like(positions, -1)
-    present = positions[exists]
-    pages = pages_of[present // page_size].to(positions.dtype)
-    slots[exists] = pages * page_size + present % page_size
-    return slots
+def _slots(positions: Tensor, pages_of: Tensor, cache: Tensor) -> Tensor:
+    """-1 where a position lies on no page of the cache; `pages_of` is one row of the block table."""
+    page_size, columns = cache.shape[1], pages_of.shape[0]
+    column = positions // page_size
+    in_table = (positions >= 0) & (column < columns)
+    # One more column, without a page, for what lies outside.
+    pages = torch.cat([pages_of, pages_of.new_full((1,), -1)]).to(positions.dtype)
+    page = pages[column.where(in_table, columns)]
+    exists = (page >= 0) & (page < cache.shape[0])
+    return (page * page_size + positions % page_size).where(exists, -1)
 
 
 def _existing_slots(
@@ -380,20 +379,21 @@ def _existing_slots(
     if length is not None:
         positions = positions[positions < length]
         positions = positions[_in_window(positions, length - 1, window_size)]
-    exists = _positions_exist(positions, pages_of, cache)
-    return _slots(positions, pages_of, exists, cache.shape[1])[exists]
+    slots = _slots(positions, pages_of, cache)
+    return slots[slots >= 0]
 
 
 def _load(cache: Tensor, slots: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Rows (len(slots), num_heads_kv, head_dim) of the cache, 0 where there is no slot."""
-    rows = torch.zeros(slots.shape[0], *cache.shape[2:], dtype=dtype, device=cache.device)
-    present = slots >= 0
-    pages, offsets = slots[present] // cache.shape[1], slots[present] % cache.shape[1]
+    if cache.shape[0] == 0:
+        return torch.zeros(slots.shape[0], *cache.shape[2:], dtype=dtype, device=cache.device)
+    absent = (slots < 0)[:, None, None]
+    pages, offsets = slots.clamp(min=0) // cache.shape[1], slots.clamp(min=0) % cache.shape[1]
     if cache.element_size() == 1:  # indexing is not implemented for fp8: take the bytes
         loaded = cache.view(torch.uint8)[pages, offsets].view(cache.dtype)
     else:
         loaded = cache[pages, offsets]
-    rows[present] = loaded.to(torch.float32).to(dtype)
+    rows = loaded.to(torch.float32).to(dtype).masked_fill(absent, 0.0)
     return rows if descale is None else rows * descale.to(dtype)[None, :, None]
 
 
@@ -407,27 +407,28 @@ def _descale_of(descale: Tensor | None, b: int, num_heads_kv: int) -> Tensor | N
 # Attention.
 
 
-def _causal_window(positions: Tensor, p: int, causal: bool, window_size: tuple[int, int]) -> Tensor:
+def _causal_window(positions: Tensor, p: Tensor | int, causal: bool, window_size: tuple[int, int]) -> Tensor:
     mask = _in_window(positions, p, window_size)
     return mask & (positions <= p) if causal else mask
 
 
-def _in_window(positions: Tensor, p: int, window_size: tuple[int, int]) -> Tensor:
+def _in_window(positions: Tensor, p: Tensor | int, window_size: tuple[int, int]) -> Tensor:
     """Keys in [p - left, p + right]; -1 is unbounded."""
     left, right = window_size
     mask = torch.ones_like(positions, dtype=torch.bool)
     if left >= 0:
-        mask &= positions >= p - left
+        mask = mask & (positions >= p - left)
     if right >= 0:
-        mask &= positions <= p + right
+        mask = mask & (positions <= p + right)
     return mask
 
 
 def _logits(query: Tensor, keys: Tensor, scale: float, softcap: float) -> Tensor:
-    """(heads, keys): scaled and softcapped products; query head h meets KV head h // group."""
-    num_heads_kv = keys.shape[1]
-    grouped = query.reshape(num_heads_kv, -1, query.shape[-1])
-    scores = torch.einsum("hgd,thd->hgt", grouped, keys).reshape(query.shape[0], -1) * scale
+    """([rows,] heads, keys): scaled and softcapped products; query head h meets KV head h // group."""
+    *rows, num_heads_q, head_dim = query.shape
+    grouped = query.reshape(*rows, keys.shape[1], -1, head_dim)
+    scores = torch.einsum("...hgd,thd->...hgt", grouped, keys)
+    scores = scores.reshape(*rows, num_heads_q, keys.shape[0]) * scale
     return softcap * torch.tanh(scores / softcap) if softcap > 0 else scores
 
 
@@ -437,17 +438,22 @@ def _logsumexp(scores: Tensor) -> Tensor:
     return torch.logsumexp(scores, dim=-1)
 
 
-def _attend(scores: Tensor, values: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax over visible keys: scores (heads, keys), values (keys, num_heads_kv, head_dim)."""
+def _attend(
+    scores: Tensor, values: Tensor, sinks: Tensor | None, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax over keys: scores ([rows,] heads, keys), -inf where `hidden`; values (keys, num_heads_kv,
+    head_dim)."""
     lse = _logsumexp(scores)
-    if scores.shape[1] == 0:
-        return values.new_zeros(scores.shape[0], values.shape[2]), lse
     # A sink takes weight and gives no value.
     norm = lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype))
-    weights = torch.exp(scores - norm[:, None])
-    grouped = weights.reshape(values.shape[1], -1, weights.shape[1])
-    out = torch.einsum("hgt,thd->hgd", grouped, values)
-    return out.reshape(scores.shape[0], -1), lse
+    weights = torch.exp(scores - norm[..., None])
+    if hidden is not None:
+        weights = weights.masked_fill(hidden, 0.0)  # of a row without keys, too
+    *rows, num_heads_q, num_keys = scores.shape
+    num_heads_kv, head_dim = values.shape[1:]
+    grouped = weights.reshape(*rows, num_heads_kv, num_heads_q // num_heads_kv, num_keys)
+    out = torch.einsum("...hgt,thd->...hgd", grouped, values)
+    return out.reshape(*rows, num_heads_q, head_dim), lse
 
 
 def _guide_row(query: Tensor, num_heads_kv: int) -> Tensor:

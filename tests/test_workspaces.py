@@ -1,0 +1,64 @@
+"""One workspace for calls of any shape within its bounds: what one leaves there, the next must not mind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from op_cases import SENTINEL, VerifyCase, case_dtype
+from op_checks import assert_same_bits
+
+import vegas_ops
+
+# Of keys: dumps are so wide that on Hopper CTAs exchange their heads' parts through the workspace.
+BOUND = 70_000
+
+
+def calls(device: torch.device) -> list[VerifyCase]:
+    """Long enough that the exchange goes round several times, and short; every way to share the work."""
+    long = (26000, 18000, 70, 900) if device.type == "cuda" else (900, 500, 70, 900)
+    cases = []
+    for n, (heads_kv, head_dim, rows, options) in enumerate(
+        (
+            (8, 64, 3, {}), (16, 128, 1, {}), (8, 128, 8, {"window_size": (700, 0)}), (3, 64, 9, {}),
+            (8, 64, 2, {"batch_invariant": True}), (16, 64, 4, {"num_splits": 5}), (1, 128, 5, {}),
+        )
+    ):  # fmt: skip
+        for lengths, bound in ((long, BOUND), ((40, 7, 0, 133), 133)):
+            dump = ("token", "token_weight", "kv_head")[n % 3] if bound == BOUND else "token_weight"
+            cases.append(
+                VerifyCase(
+                    seed=n, device=device, dtype=case_dtype(device), fp8=n % 4 == 1, heads_q=2 * heads_kv,
+                    heads_kv=heads_kv, head_dim=head_dim, page_size=64, lengths=lengths,
+                    q_lens=(rows, 1, rows, 0), dump=dump, wider=bound - max(lengths),
+                    options={"max_seqlen_k": bound, **options},
+                )
+            )  # fmt: skip
+    return cases
+
+
+def test_calls_of_any_shape_take_turns(device: torch.device) -> None:
+    """With calls that are refused and captures that are thrown away among them."""
+    workspace = vegas_ops.make_workspace(
+        "flash_attn_with_logit_dump", max_batch=4, max_q_len=9, max_seqlen_k=BOUND, num_heads_q=32,
+        num_heads_kv=16, head_dim=128, device=device,
+    )  # fmt: skip
+    cases = calls(device)
+    outputs = [case.outputs(SENTINEL) for case in cases]
+    for case, alone in zip(cases, outputs, strict=True):
+        vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, **alone)
+    order = random.Random(3)
+    for turn in range(6 * len(cases)):
+        i = order.randrange(len(cases))
+        case, again = cases[i], cases[i].outputs(SENTINEL)
+        call = {**case.kwargs, **again, "workspace": workspace}
+        if turn % 3 == 1:
+            with pytest.raises(ValueError, match="`seqused_k` must"):
+                vegas_ops.flash_attn_with_logit_dump(*case.args[:4], case.seqused_k.long(), **call)
+        if turn % 5 == 2 and device.type == "cuda":
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                vegas_ops.flash_attn_with_logit_dump(*case.args, **call)
+        vegas_ops.flash_attn_with_logit_dump(*case.args, **call)
+        for name, tensor in again.items():
+            assert_same_bits(tensor, outputs[i][name], f"{name} of call {turn}, case {i}")
