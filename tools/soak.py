@@ -5,8 +5,11 @@ that runs out of pages.
 Checked: every text is the one that plain decoding of the request alone gives, an aborted one a part of it;
 all pages come back; neither tensors, objects nor memory grow from the first quarter to the end.
 
-The model is a random one of two layers, in fp32 on the CPU. On a GPU it is in bf16, where rounding depends on
-the batch: a text may leave the expected one at a tie, where its two best logits are closer than --gap.
+The model is a random one of two layers, or with --model one of a folder (`demo`: the packaged one), which
+continues pieces of Python's library; in fp32 on the CPU. On a GPU it is in bf16, where rounding follows the
+batch: a text may leave the expected one at a tie, where its two best logits are closer than --gap. There a
+round of a new shape is captured, which takes as long as many replays: hence one policy, one gamma, and fewer
+requests at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,8 @@ from rich.progress import track  # noqa: E402
 from tiny_model import TinyModel, new_cache  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from vegas_ops.models import ModelFolderError, Qwen3Model, Tokenizer  # noqa: E402
+from vegas_ops.session import DEMO_MODEL  # noqa: E402
 from vegas_ops.speculative import POLICIES, Request, SamplingParams, SpeculativeDecoder  # noqa: E402
 
 KINDS = 48  # different texts
@@ -41,11 +47,20 @@ MOST_MEMORY = 48 << 20  # by which the process may grow: what allocators keep ba
 class Text:
     """What is asked, and what must come out."""
 
-    def __init__(self, model: TinyModel, rng: random.Random) -> None:
-        prompt = [rng.randrange(model.vocab_size) for _ in range(rng.choice((1, 5, 17, 40, 90)))]
-        policy = POLICIES[rng.choice(sorted(POLICIES))]
+    def __init__(
+        self,
+        model: Any,
+        rng: random.Random,
+        source: Sequence[int],
+        policies: Sequence[str],
+        gammas: Sequence[int],
+    ) -> None:
+        length = rng.choice((1, 5, 17, 40, 90))
+        start = rng.randrange(len(source) - length)
+        prompt = list(source[start : start + length])
+        policy = POLICIES[rng.choice(policies)]
         self.options: dict[str, Any] = {
-            "prompt": prompt, "max_new_tokens": rng.choice((1, 4, 9, 24)), "gamma": rng.choice((0, 1, 3, 6)),
+            "prompt": prompt, "max_new_tokens": rng.choice((1, 4, 9, 24)), "gamma": rng.choice(gammas),
             "policy": policy, "ratio": 0.3, "min_tokens": 4,
         }  # fmt: skip
         plain = Request(**{**self.options, "gamma": 0})
@@ -60,7 +75,7 @@ class Text:
         return Request(**self.options, sampling=SamplingParams(seed=rng.randrange(2**32)))
 
 
-def top_two_gap(model: TinyModel, tokens: list[int]) -> float:
+def top_two_gap(model: Any, tokens: list[int]) -> float:
     """Between the target's two best logits after `tokens`, with dense attention in fp64."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -81,13 +96,26 @@ class Soak:
     def __init__(self, options: argparse.Namespace) -> None:
         self.rng = random.Random(options.seed)
         on_gpu = options.device == "cuda"
-        shape: dict[str, Any] = {"head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"} if on_gpu else {}
-        self.model = TinyModel(max_position=256, **shape)
+        self.model: Any
+        if options.model:
+            folder = DEMO_MODEL if options.model == "demo" else Path(options.model)
+            dtype = torch.bfloat16 if on_gpu else torch.float32
+            self.model = Qwen3Model.from_pretrained(folder, dtype, options.device, batch_invariant=True)
+            source = Tokenizer(folder).encode(Path(argparse.__file__).read_text())
+        else:
+            shape: dict[str, Any] = (
+                {"head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"} if on_gpu else {}
+            )
+            self.model = TinyModel(max_position=256, **shape)
+            source = [self.rng.randrange(self.model.vocab_size) for _ in range(10_000)]
         self.gap = options.gap if on_gpu else 0.0
-        self.texts = [Text(self.model, self.rng) for _ in range(KINDS)]
+        policies = options.policies or (("vegas",) if on_gpu else sorted(POLICIES))
+        gammas = (4,) if on_gpu else (0, 1, 3, 6)
+        self.texts = [Text(self.model, self.rng, source, policies, gammas) for _ in range(KINDS)]
         # Room for some six of up to eighteen requests at a time.
         self.decoder = SpeculativeDecoder(self.model, new_cache(self.model, num_tokens=640, page_size=8))
         self.decoder.fixed_shapes = on_gpu or options.padded
+        self.at_a_time = (1, 4, 8) if on_gpu else (1, 6, 18)
         self.pages = self.decoder.cache.num_free_pages
         self.open: list[tuple[Request, Text]] = []
         self.ends: Counter[str] = Counter()
@@ -128,19 +156,21 @@ class Soak:
         assert request.finish_reason != "error", request.error
 
     def run(self, count: int) -> None:
-        """`count` requests, up to eighteen at a time, until all have ended."""
+        """`count` requests, some at a time, until all have ended."""
         added = 0
         while added < count or self.open:
-            while added < count and len(self.open) < self.rng.choice((1, 6, 18)):
+            while added < count and len(self.open) < self.rng.choice(self.at_a_time):
                 self.add()
                 added += 1
             self.step()
         assert self.decoder.cache.num_free_pages == self.pages, "pages were not returned"
         assert not self.decoder.running and not self.decoder.waiting
 
-    def levels(self) -> dict[str, int]:
-        # Of the shapes met last a bounded number keeps its buffers, more or fewer of them.
-        self.decoder._rounds.clear()
+    def levels(self, compared: bool) -> dict[str, int]:
+        # Of the shapes met last a bounded number is known and keeps its buffers, more or fewer of them.
+        if compared:
+            self.decoder._rounds.clear()
+            self.decoder._misses.clear()
         self.decoder._ahead = None
         gc.collect()
         tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
@@ -159,6 +189,14 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--model", help="a model folder, or `demo` for the packaged model")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        choices=sorted(POLICIES),
+        metavar="POLICY",
+        help="default: all, on a GPU vegas",
+    )
     parser.add_argument("--seed", type=int, help="drawn and printed if absent")
     parser.add_argument("--padded", action="store_true", help="batches padded as for graphs, also on the CPU")
     parser.add_argument("--gap", type=float, default=0.1, help="of logits that count as a tie on a GPU")
@@ -167,15 +205,21 @@ def main() -> int:
         parser.error(f"`--requests` must be at least 8, got {options.requests}")
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(2**32)
-    print(f"{options.requests} requests on {options.device}, --seed {options.seed}", flush=True)
+    model = options.model or "a random model"
+    print(f"{options.requests} requests of {model} on {options.device}, --seed {options.seed}", flush=True)
 
-    soak, parts = Soak(options), 8
+    try:
+        soak, parts = Soak(options), 8
+    except ModelFolderError as error:
+        parser.error(str(error))
     levels, seconds = [], []
-    for part in track(range(parts), description="", transient=True):
+    for part in track(range(parts), description="", transient=True, disable=not sys.stdout.isatty()):
         start = time.perf_counter()
         soak.run(options.requests * (part + 1) // parts - options.requests * part // parts)
         seconds.append(time.perf_counter() - start)
-        levels.append(soak.levels())
+        levels.append(soak.levels(compared=part in (parts // 4, parts - 1)))
+        done = sum(soak.ends.values())
+        print(f"{done} requests, {soak.steps} steps, the last {seconds[-1]:.1f} s: {levels[-1]}", flush=True)
     early, late = levels[parts // 4], levels[-1]
     for name, before in early.items():
         print(f"{name}: {before:,} after a quarter, {late[name]:,} at the end")
