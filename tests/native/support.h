@@ -108,16 +108,17 @@ class Output {
 // Runs cases, numbered in their order, and counts those that fail.
 class Session {
  public:
-  Session(VegasDevice device, int only) : device(device), only_(only) {}
+  explicit Session(VegasDevice device) : device(device) {}
 
   const VegasDevice device;
-  bool enabled = true;  // cases are counted, not run, where it is false
+  int only = -1;                  // the number of the case to run; -1: all
+  std::vector<std::string> skip;  // cases whose names contain one of these are not run
+  bool enabled = true;            // cases are counted, not run, where it is false
   void run(const std::string& name, const std::function<void(Random&)>& body);
   int ran() const { return ran_; }
   int failed() const { return failed_; }
 
  private:
-  int only_;  // -1: all
   int next_ = 0;
   int ran_ = 0;
   int failed_ = 0;
