@@ -14,7 +14,7 @@ from torch.nn.functional import avg_pool1d, pad
 
 from vegas_ops import ops
 from vegas_ops.ops import Dump
-from vegas_ops.speculative.page_scores import page_scores
+from vegas_ops.speculative.page_scores import note_bounds, page_scores, page_tokens
 from vegas_ops.speculative.sampling import SELECT, uniform
 from vegas_ops.speculative.selection import (
     Count,
@@ -153,20 +153,23 @@ class Quest(Policy):
     def select(self, v: Verified) -> Lists:
         """Brings the bounds up to date: of the whole text at first, then of pages that filled up."""
         count = v.width // self.page if v.first else -(-v.max_rows // self.page) + 1
-        last = v.candidates.long()[:, None] // self.page
-        v.cache.bound_keys(v.block_table, last - 1 - torch.arange(count, device=v.device), self.page)
+        note_bounds(v.cache, v.block_table, v.candidates, count, self.page)
         return no_tokens(v, per_kv_head=True)
 
     def choose(self, step: DraftStep, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        found = page_scores(step.cache, layer, step.block_table, q, step.tail_start, self.page)
-        heads, scores = found.shape[1], found.flatten(0, 1)
-        pages = (step.tail_start // self.page).repeat_interleave(heads)
-        k = (step.k // self.page).repeat_interleave(heads)
-        indices, length = ops.topk_aggregate_logits(
-            scores, dump="token", seqlens=pages, k=k, max_k=max(step.max_k // self.page, 1)
+        scores, pages, k = page_scores(
+            step.cache, layer, step.block_table, q, step.tail_start, step.k, self.page
         )
-        indices, length = in_chunks(indices, length, self.page)
-        return indices.unflatten(0, (-1, heads)), length.unflatten(0, (-1, heads))
+        max_k = max(step.max_k // self.page, 1)
+        workspace = step.cache.workspaces.get(
+            "topk_aggregate_logits", max_batch=scores.shape[0], max_q_len=1, max_k=max_k,
+            max_seqlen_k=scores.shape[1], layers=1, num_heads_q=1, num_heads_kv=1, head_dim=1,
+        )  # fmt: skip
+        chosen = ops.topk_aggregate_logits(
+            scores, dump="token", seqlens=pages, k=k, max_k=max_k, workspace=workspace
+        )
+        indices, length = page_tokens(*chosen, self.page)
+        return indices.unflatten(0, (q.shape[0], -1)), length.unflatten(0, (q.shape[0], -1))
 
 
 @dataclass(frozen=True)
