@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 
 from acceptance import Record, by_configuration, interval
 
@@ -19,6 +21,10 @@ from vegas_ops.speculative import Vegas
 from vegas_ops.speculative.policies import ROWS, SCORES
 
 Cells = dict[tuple[str, int, float], dict[str, float]]
+KINDS = {  # by how a text's name begins
+    "book": "prose", "docs": "documentation", "code": "code", "copy": "copying", "copycode": "copying",
+    "recall": "recall",
+}  # fmt: skip
 SHOWN = (
     "random",
     "streaming",
@@ -60,7 +66,7 @@ def by_ratio(cells: Cells, gamma: int, ratios: Sequence[float]) -> str:
     rows = [
         [n, *(shown(cells[n, gamma, r].values()) for r in ratios)]
         for n in SHOWN
-        if (n, gamma, ratios[0]) in cells
+        if all((n, gamma, r) in cells for r in ratios)
     ]
     return table(["selection", *(f"ratio {r:.2f}" for r in ratios)], rows)
 
@@ -71,6 +77,28 @@ def by_text(cells: Cells, gamma: int, ratio: float) -> str:
         [n, *(f"{cells[n, gamma, ratio][t]:.1f}" for t in texts)] for n in SHOWN if (n, gamma, ratio) in cells
     ]
     return table(["selection", *texts], rows)
+
+
+def by_kind(records: Iterable[Record], gamma: int, ratio: float) -> str:
+    """Tokens per iteration, mean ± the 95 % interval over the iterations of all texts of a kind, and over
+    texts at last. Only of records that say how many drafts were accepted at each position."""
+    kinds: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    means: dict[str, list[float]] = defaultdict(list)
+    for r in records:
+        if (r["gamma"], r["ratio"]) != (gamma, ratio) or "accepted_at" not in r:
+            continue
+        # Accepted drafts come before refused ones: of every iteration, all up to some position.
+        at_least = [r["iterations"], *r["accepted_at"], 0]
+        tokens = [n for n in range(1, len(at_least)) for _ in range(at_least[n - 1] - at_least[n])]
+        kinds[r["policy"]][KINDS[re.match("[a-z]+", r["text"])[0]]] += tokens  # type: ignore[index]
+        means[r["policy"]].append(sum(tokens) / len(tokens))
+    columns = list(dict.fromkeys(KINDS.values()))
+    rows = []
+    for name, texts in kinds.items():
+        found = [texts[kind] for kind in columns]
+        cells = [f"{mean(x):.2f} ± {1.96 * stdev(x) / len(x) ** 0.5:.2f}" if x else "" for x in found]
+        rows.append([name, *cells, shown(means[name])])
+    return table(["selection", *columns, "all texts"], rows)
 
 
 def grid(cells: Cells, gamma: int, ratio: float) -> str:
@@ -156,6 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"### By γ, ratio {ratio}\n\n{by_gamma(cells, gammas, ratio)}\n")
     print(f"### By ratio, γ = {gamma}\n\n{by_ratio(cells, gamma, ratios)}\n")
     print(f"### By text, γ = {gamma}, ratio {ratio}\n\n{by_text(cells, gamma, ratio)}\n")
+    print(f"### Tokens per iteration by kind of text, γ = {gamma}, ratio {ratio}\n")
+    print(f"{by_kind(records, gamma, ratio)}\n")
     print(f"### Every combination, γ = {gamma}, ratio {ratio}\n\n{grid(cells, gamma, ratio)}\n")
     pairs = (
         ("vegas-weight-collect-2", "vegas"),
@@ -173,7 +203,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         table(
             ["selection", "minus", "accepted drafts"],
-            [[a, b, paired(cells, a, b, gamma, ratio)] for a, b in pairs],
+            [
+                [a, b, paired(cells, a, b, gamma, ratio)]
+                for a, b in pairs
+                if (a, gamma, ratio) in cells and (b, gamma, ratio) in cells
+            ],
         )
     )
     if arguments.free:
