@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from test_loop import PROMPTS, SMALL, decoder_of
 from tiny_model import TinyModel
@@ -65,6 +67,22 @@ def test_rounds_adapt_and_the_output_stays(fixed, read_every):
         drafted[policy if policy == "none" else "full"] = s.drafted / s.iterations
         assert s.iterations > 2 * ADAPT_EVERY
     assert drafted["full"] > 5.5 > 4 > drafted["none"]
+
+
+@pytest.mark.parametrize("read_every", [1, 3])
+def test_drafts_are_counted_as_they_were_made(monkeypatch, read_every):
+    """A block in flight was launched with the number of drafts before the present one."""
+    wanted = itertools.cycle([8, 2, 5])
+    monkeypatch.setattr("vegas_ops.speculative.loop.best_gamma", lambda *_: next(wanted))
+    model = TinyModel()
+    plain = decoder_of(model).generate([Request(PROMPTS[3], gamma=0, max_new_tokens=250)])[0]
+    decoder = SpeculativeDecoder(model, decoder_of(model).cache, draft_cost=0.3, read_every=read_every)
+    decoder.fixed_shapes = True
+    request = Request(PROMPTS[3], gamma=8, max_new_tokens=250, policy=Full())
+    assert decoder.generate([request]) == [plain]
+    s = request.statistics
+    assert s.accepted == s.drafted and s.tokens == s.drafted + s.iterations
+    assert len(s.drafted_at) == 8 and s.drafted_at == s.accepted_at
 
 
 def test_sampled_requests_adapt_too():

@@ -138,12 +138,13 @@ class Request:
         """Drafts of a round far from the end."""
         return self.gamma if self.draft_limit is None else min(self.gamma, self.draft_limit)
 
-    def num_drafts(self, max_position: int) -> int:
+    def num_drafts(self, max_position: int, most: int | None = None) -> int:
         """Drafts of the next round: none may be emitted beyond the end, and one more token
-        follows the last."""
+        follows the last. most: of a round far from the end, where that was decided before."""
         if self.selection is None:
             return 0
-        return max(min(self.most_drafts, self.max_length(max_position) - len(self.tokens) - 1), 0)
+        most = self.most_drafts if most is None else most
+        return max(min(most, self.max_length(max_position) - len(self.tokens) - 1), 0)
 
     def budget(self, keys: int, candidates: int | None = None) -> int:
         """Tokens that a selection from a verification over `keys` keys may list."""

@@ -152,9 +152,10 @@ class Unread:
         emitted: dict[Request, list[int]] = {q: [] for q in block.requests if not q.finished}
         row_of = {request: i for i, request in enumerate(r.requests) if request is not None}
         drafts: dict[Request, int] = {}
+        most = dict(zip(block.requests, block.drafts, strict=True))  # the decoder may want others by now
         for lines in log:
             running = [request for request in emitted if not request.finished]
-            now_drafted = {request: request.num_drafts(decoder.max_position) for request in running}
+            now_drafted = {q: q.num_drafts(decoder.max_position, most[q]) for q in running}
             drafts |= now_drafted
             decoder._share_time(now_drafted, r.shape.steps * forward, forward, 0.0)
             for request, n in now_drafted.items():
