@@ -162,6 +162,20 @@ def tokenizer_of(folder: Path) -> Any:
     )
 
 
+def test_prompts_are_computed_in_chunks_of_the_size_given(qwen3: Any) -> None:
+    rows: list[int] = []
+    hook = qwen3.base_model.register_forward_pre_hook(
+        lambda module, arguments, options: rows.append(options["position_ids"].numel()), with_kwargs=True
+    )
+    options = {"max_new_tokens": 4, "do_sample": False}
+    whole = generate(qwen3, **BATCH, **options)
+    largest, rows[:] = max(rows), []
+    chunked = generate(qwen3, **BATCH, **options, prefill_chunk_size=32)
+    hook.remove()
+    assert largest == 89 and max(rows) == 32
+    torch.testing.assert_close(chunked, whole, rtol=0, atol=0)
+
+
 # Logits processors
 
 

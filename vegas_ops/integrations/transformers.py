@@ -56,7 +56,7 @@ from vegas_ops.speculative import (
 __all__ = ["MODEL_TYPES", "GenerateOutput", "TransformersModel", "generate"]
 
 PAGE_SIZE = 64  # tokens
-PREFILL_CHUNK = 1024  # tokens
+PREFILL_CHUNK, GPU_PREFILL_CHUNK = 1024, 8192  # tokens
 
 # Processors that look at the scores alone: one call serves the rows of all requests.
 _WITHOUT_HISTORY = (
@@ -299,7 +299,8 @@ def _decode(
         dtype=adapter.dtype,
         device=adapter.device,
     )
-    chunk = getattr(generation_config, "prefill_chunk_size", None) or PREFILL_CHUNK
+    chunk = PREFILL_CHUNK if adapter.device.type == "cpu" else GPU_PREFILL_CHUNK
+    chunk = getattr(generation_config, "prefill_chunk_size", None) or chunk
     if graphs is None:
         graphs = model.config.model_type not in EXPERTS and all(
             type(p) in _IN_GRAPHS for p in logits_processor
