@@ -44,6 +44,7 @@ from vegas_ops.integrations.vllm_proposer import SelfDraftProposer
 from vegas_ops.session import DEMO_MODEL
 
 GAMMA = 4
+PER_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos"
 FEW = {"min_tokens": 8}  # of some hundreds: drafts differ from the target
 # A scheduler that is always short of rows and pages: prompts come in chunks, among verifications, and
 # requests are preempted.
@@ -139,6 +140,9 @@ def test_greedy_output_is_that_of_plain_vllm(model: str, plain: list[list[int]],
         verifications, drafts, kept = accepted(llm)
         assert drafts == GAMMA * verifications and 0 < kept < drafts
         assert kept + verifications >= sum(len(tokens) - 1 for tokens in plain)
+        (by_place,) = (m.values for m in llm.get_metrics() if m.name == PER_PLACE)
+        assert len(by_place) == GAMMA and sum(by_place) == kept
+        assert sorted(by_place, reverse=True) == by_place  # a draft counts if those before it do
         again = generate(llm, TEXTS)
         assert again == plain
         assert metric(llm, "prefix_cache_hits") > sum(map(len, TEXTS)) / 2

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import torch
 from packaging.version import Version
 
 from vegas_ops.integrations.vllm_guidance import Options
@@ -130,6 +131,14 @@ def check_runner(vllm_config: Any, device_type: str) -> None:
         )
 
 
+def check_dtype(vllm_config: Any, device_type: str) -> None:
+    dtype = vllm_config.model_config.dtype
+    if device_type != "cpu" and dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"vegas_ops: `dtype` must be bfloat16 or float16 on GPUs, got {dtype}; set `--dtype bfloat16`"
+        )
+
+
 def check(vllm_config: Any) -> None:
     """All of the above, for a complete configuration that names vegas_ops."""
     import vllm
@@ -139,6 +148,7 @@ def check(vllm_config: Any) -> None:
     check_version(vllm.__version__, device_type)
     check_config(vllm_config)
     check_runner(vllm_config, device_type)
+    check_dtype(vllm_config, device_type)
 
 
 def register() -> None:
