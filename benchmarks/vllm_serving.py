@@ -3,9 +3,9 @@
 Needs vLLM and vegas_ops in one environment. Prompts are read before, and stay in vLLM's prefix cache;
 what plain vLLM takes for one token of each, mostly to take the prompts in, is subtracted from every
 time. The metrics are vLLM's own. A text that differs from plain vLLM's is listed with the gap, in
-log-probability, that plain vLLM saw between its own token and the other one. With --random-weights a
-large model's shape is timed: its outputs mean nothing, and its acceptance is vLLM's synthetic one, at
-the paper's figure.
+log-probability, that plain vLLM saw between its own token and the other one; sampled texts
+(--temperatures) are not compared. With --random-weights a large model's shape is timed: its outputs mean
+nothing, and its acceptance is vLLM's synthetic one, at the paper's figure.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--texts", type=Path, help="folder of .txt files (default: Python's own library sources)")
     p.add_argument("--contexts", nargs="+", type=int, default=[8000], help="tokens of a prompt")
     p.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="requests at once")
+    p.add_argument("--temperatures", nargs="+", type=float, default=[0.0], help="0 decodes greedily")
     p.add_argument("--new-tokens", type=int, default=256, help="of every request (default: %(default)s)")
     p.add_argument("--policies", nargs="*", choices=POLICIES, default=list(POLICIES))
     p.add_argument("--gamma", type=int, default=PAPER_GAMMA, help="drafts a round (default: %(default)s)")
@@ -65,6 +67,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, value, least in (
         *(("--contexts", context, 1) for context in arguments.contexts),
         *(("--batches", batch, 1) for batch in arguments.batches),
+        *(("--temperatures", temperature, 0) for temperature in arguments.temperatures),
         ("--new-tokens", arguments.new_tokens, 2),
         ("--gamma", arguments.gamma, 1),
         ("--repeats", arguments.repeats, 1),
@@ -124,10 +127,12 @@ def counts(llm: Any) -> list[int]:
     return list(values.values())
 
 
-def generate(llm: Any, prompts: list[list[int]], tokens: int, logprobs: int | None = None) -> list[Output]:
+def generate(
+    llm: Any, prompts: list[list[int]], tokens: int, temperature: float = 0.0, logprobs: int | None = None
+) -> list[Output]:
     inputs = [vllm.inputs.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
     sampling = vllm.SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+        temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
     )
     outputs = [request.outputs[0] for request in llm.generate(inputs, sampling, use_tqdm=False)]
     return [(list(output.token_ids), output.logprobs) for output in outputs]
@@ -145,31 +150,37 @@ def difference(plain: Output, ours: Output) -> tuple[int, float | None] | None:
     return place, round(seen[tokens[place]].logprob - seen[other[place]].logprob, 4)
 
 
-def seconds(llm: Any, prompts: list[list[int]], tokens: int, repeats: int) -> tuple[float, list[Output]]:
+def seconds(
+    llm: Any, prompts: list[list[int]], tokens: int, repeats: int, temperature: float = 0.0
+) -> tuple[float, list[Output]]:
     """Of the fastest run, and the last run's outputs."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        outputs = generate(llm, prompts, tokens)
+        outputs = generate(llm, prompts, tokens, temperature)
         times.append(time.perf_counter() - start)
     return min(times), outputs
 
 
 def measure(
-    llm: Any, prompts: list[list[int]], arguments: argparse.Namespace, first: float | None
+    llm: Any,
+    prompts: list[list[int]],
+    temperature: float,
+    arguments: argparse.Namespace,
+    first: float | None,
 ) -> tuple[dict[str, Any], list[Output]]:
     """A record, and the outputs. first: seconds to subtract; None for plain vLLM, which measures them, and
-    whose outputs have log-probabilities."""
+    whose outputs have log-probabilities where they are greedy."""
     generate(llm, prompts, 1)
-    generate(llm, prompts, min(16, arguments.new_tokens))
+    generate(llm, prompts, min(16, arguments.new_tokens), temperature)
     plain = first is None
     if first is None:
         first = seconds(llm, prompts, 1, arguments.repeats)[0]
     before = counts(llm)
-    total, outputs = seconds(llm, prompts, arguments.new_tokens, arguments.repeats)
+    total, outputs = seconds(llm, prompts, arguments.new_tokens, arguments.repeats, temperature)
     verifications, drafted, accepted = (b - a for a, b in zip(before, counts(llm), strict=True))
-    if plain:
-        outputs = generate(llm, prompts, arguments.new_tokens, _TOP)
+    if plain and not temperature:
+        outputs = generate(llm, prompts, arguments.new_tokens, logprobs=_TOP)
     us = 1e6 * (total - first) / (len(prompts) * (arguments.new_tokens - 1))
     record: dict[str, Any] = {
         "us": round(us, 2), "tokens_per_second": round(1e6 / us, 1), "first_token_s": round(first, 4)
@@ -197,37 +208,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = "vllm.jsonl" if arguments.record else "vllm-quick.jsonl"
     results = ResultFile(arguments.out / slug(device_name(device)) / path)
     results.write({**environment(device), "vllm": vllm.__version__, "model": name, "peers": {}})
-    table = Table("context", "batch", "vLLM", "tokens/s", "speed-up", "tokens/round", "as plain", box=None)
-    base: dict[tuple[int, int], tuple[dict[str, Any], list[Output]]] = {}
+    table = Table(
+        "context", "batch", "T", "vLLM", "tokens/s", "speed-up", "tokens/round", "as plain", box=None
+    )
+    base: dict[tuple[int, int, float], tuple[dict[str, Any], list[Output]]] = {}
+    cells = list(product(arguments.contexts, arguments.batches, arguments.temperatures))
     for policy in (None, *arguments.policies):
         llm = vllm.LLM(**settings(arguments, model, policy))
         compilation = llm.llm_engine.vllm_config.compilation_config
         graphs = getattr(compilation.cudagraph_mode, "name", str(compilation.cudagraph_mode))
-        for context in arguments.contexts:
-            for batch in arguments.batches:
-                prompts = cut_prompts(ids, batch, context)
-                first = base[context, batch][0]["first_token_s"] if policy else None
-                record, outputs = measure(llm, prompts, arguments, first)
-                case = {
-                    "batch": batch, "context": context, "policy": policy or "plain",
-                    "gamma": arguments.gamma if policy else 0, "ratio": arguments.ratio if policy else None,
-                    "new_tokens": arguments.new_tokens, "graphs": graphs, "vllm": arguments.vllm,
-                    "acceptance": "synthetic" if arguments.random_weights else "measured",
-                }  # fmt: skip
-                if policy is None:
-                    base[context, batch] = record, outputs
-                plain, plain_outputs = base[context, batch]
-                record["speed_up"] = round(plain["us"] / record["us"], 3)
-                same = ""
-                if policy is not None and not arguments.random_weights:
-                    found = [difference(*pair) for pair in zip(plain_outputs, outputs, strict=True)]
-                    record["differences"] = [place for place in found if place is not None]
-                    same = f"{batch - len(record['differences'])} of {batch}"
-                results.write({"op": "vllm", "case": case, **record})
-                table.add_row(
-                    f"{context}", f"{batch}", case["policy"], f"{record['tokens_per_second']:.0f}",
-                    f"{record['speed_up']:.2f}x", f"{record.get('tokens_per_verification', 1.0):.2f}", same,
-                )  # fmt: skip
+        for cell in cells:
+            context, batch, temperature = cell
+            prompts = cut_prompts(ids, batch, context)
+            first = base[cell][0]["first_token_s"] if policy else None
+            record, outputs = measure(llm, prompts, temperature, arguments, first)
+            case = {
+                "batch": batch, "context": context, "temperature": temperature,
+                "policy": policy or "plain",
+                "gamma": arguments.gamma if policy else 0, "ratio": arguments.ratio if policy else None,
+                "new_tokens": arguments.new_tokens, "graphs": graphs, "vllm": arguments.vllm,
+                "acceptance": "synthetic" if arguments.random_weights else "measured",
+            }  # fmt: skip
+            if policy is None:
+                base[cell] = record, outputs
+            plain, plain_outputs = base[cell]
+            record["speed_up"] = round(plain["us"] / record["us"], 3)
+            same = ""
+            if policy is not None and not (temperature or arguments.random_weights):
+                found = [difference(*pair) for pair in zip(plain_outputs, outputs, strict=True)]
+                record["differences"] = [place for place in found if place is not None]
+                same = f"{batch - len(record['differences'])} of {batch}"
+            results.write({"op": "vllm", "case": case, **record})
+            table.add_row(
+                f"{context}", f"{batch}", f"{temperature:g}", case["policy"],
+                f"{record['tokens_per_second']:.0f}", f"{record['speed_up']:.2f}x",
+                f"{record.get('tokens_per_verification', 1.0):.2f}", same,
+            )  # fmt: skip
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()

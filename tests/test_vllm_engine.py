@@ -317,14 +317,15 @@ def test_models_with_other_attention_are_refused(model: str, tmp_path: Path) -> 
 
 def test_the_benchmark_measures_and_compares(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[1] / "benchmarks" / "vllm_serving.py"
-    options = "--contexts 300 --batches 2 --new-tokens 8 --repeats 1 --policies vegas"
+    options = "--contexts 300 --batches 2 --temperatures 0 0.7 --new-tokens 8 --repeats 1 --policies vegas"
     command = [sys.executable, str(script), *options.split(), "--out", str(tmp_path)]
     done = subprocess.run(
         [*command, "--vllm", json.dumps({"enforce_eager": True})], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (path,) = tmp_path.glob("*/vllm-quick.jsonl")
-    head, plain, vegas = (json.loads(line) for line in path.read_text().splitlines())
+    head, plain, sampled, vegas, ours = (json.loads(line) for line in path.read_text().splitlines())
     assert head["vllm"] and plain["case"]["policy"] == "plain" and "drafted" not in plain
-    assert vegas["differences"] == []
+    assert vegas["differences"] == [] and "differences" not in ours
+    assert [sampled["case"]["temperature"], ours["case"]["temperature"]] == [0.7, 0.7]
     assert 0 < vegas["accepted"] <= vegas["drafted"] <= vegas["verifications"] * vegas["case"]["gamma"]
