@@ -28,8 +28,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Every run draws new cases, from a seed that is printed and can be given back."""
+    config.addinivalue_line("markers", "gpu: runs on a GPU, where there is one")
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What a GPU machine runs: `-m gpu`."""
+    for item in items:
+        fixtures, call = getattr(item, "fixturenames", ()), getattr(item, "callspec", None)
+        if "cuda" in fixtures or (call is not None and call.params.get("device") == "cuda"):
+            item.add_marker("gpu")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

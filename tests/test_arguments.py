@@ -376,6 +376,7 @@ def test_workspace_refuses(device: torch.device, arguments: dict[str, Any]) -> N
         vegas_ops.make_workspace(**{**call, **arguments})
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU needs no workspace")
 @pytest.mark.parametrize("op", range(3), ids=("verify", "select", "sparse"))
 @settings(max_examples=400, deadline=None)

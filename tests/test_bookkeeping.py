@@ -24,7 +24,10 @@ from vegas_ops.speculative import (
 pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1"),
+]
 
 
 def requests() -> list[Request]:

@@ -505,6 +505,7 @@ def test_bad_requests_name_the_argument(model):
     assert (request.finish_reason, decoder.waiting, decoder.running) == ("abort", [], [])
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_policy_runs_on_a_gpu(temperature):

@@ -19,6 +19,7 @@ from vegas_ops.speculative.selection import in_chunks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.gpu
 
 
 def choose_kernels(monkeypatch, kernel):

@@ -1,22 +1,26 @@
 #!/usr/bin/env bash
-# What a GPU machine is asked for: the ops' tests on CUDA, the native tests under compute-sanitizer, the benchmarks.
-# usage: tools/gpu_suite.sh [tests] [sanitizer] [bench]     (all three by default; each takes under 9 minutes)
+# What a GPU machine is asked for: the ops' tests on CUDA, the native tests under compute-sanitizer, random calls,
+# thousands of requests through the driver, the benchmarks.
+# usage: tools/gpu_suite.sh [tests] [sanitizer] [fuzz] [soak] [bench]     (all by default; each takes under 9 minutes)
 #
 # Needs a built tree and pytest, hypothesis, rich, matplotlib. Logs and results go to
 # OUT/<GPU name>/ (default benchmarks/results), a line of JSON per part to suite.jsonl there.
 # PYTHON: the interpreter. PYTEST_ARGS: more arguments of pytest. SANITIZER_ARGS: of tests/native/ops_test.cpp, such as
-# "--op verify"; SANITIZER_SECONDS: the limit of each sanitizer. VEGAS_OPS_KERNELS goes to all that runs.
+# "--op verify", "" for all cases with racecheck, too; SANITIZER_SECONDS: the limit of each sanitizer, which take some 30,
+# racecheck 90. VEGAS_OPS_KERNELS goes to all that runs.
+# FUZZ_CASES, SOAK_REQUESTS: how many (50,000 and 20,000).
 # BENCH_SECONDS: budget of the three benchmarks together. FlashAttention-3 joins them if VEGAS_BENCH_FA3
 # names its library or an xz of it lies in .carry/.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-op_tests=(tests/test_verify.py tests/test_select.py tests/test_sparse.py)
-# Tests of the package itself build and install; that is no affair of a GPU machine.
-all_tests=("${op_tests[@]}" tests/test_arguments.py tests/test_value_checks.py tests/test_fuzz.py tests/test_loop.py
-  tests/test_graphs.py tests/test_bookkeeping.py tests/test_threads.py tests/test_layer_attention.py
-  tests/test_hostile_data.py tests/cases --ignore=tests/cases/test_package_cases.py)
+# By name: to collect others takes packages that they need.
+tests=(tests/cases/test_{attention,driver,gpu,memory,selection}_cases.py)
+for name in verify select sparse arguments value_checks fuzz workspaces hostile_data threads loop graphs unread bookkeeping \
+  fused page_scores layer_attention transformers; do
+  tests+=("tests/test_$name.py")
+done
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit --format=csv || exit 1
 "$python" - <<'PYTHON' || exit 1
@@ -52,8 +56,8 @@ PYTHON
 pytest_summary() { grep -aE '[0-9]+ [a-z]+ in [0-9.]+s' "$1" | tail -1 | tr -d '='; }
 
 run_tests() {
-  # Tests with a device run once per device; those on the CPU are not this script's affair.
-  timeout -k 10 510 "$python" -m pytest -q -p no:cacheprovider --timeout=240 -k "cuda or gpu" "${all_tests[@]}" \
+  # Tests with a device run once per device; those on the CPU are not marked, and not this script's affair.
+  timeout -k 10 510 "$python" -m pytest -q -p no:cacheprovider --timeout=240 -m gpu "${tests[@]}" \
     ${PYTEST_ARGS:-} 2>&1 | tee "$logs/tests.log"
   local rc=${PIPESTATUS[0]}
   record tests "$rc" pytest "$(pytest_summary "$logs/tests.log")"
@@ -77,10 +81,15 @@ run_sanitizer() {
   for tool in "${tools[@]}"; do
     (
       options=(--tool "$tool" --error-exitcode 9)
+      # racecheck looks at shared memory alone and takes the longest. Hostile lengths launch kernels that other cases launch
+      # as well. With bounds of 131,072 keys CTAs exchange words through memory while they run, for which it is too slow.
+      arguments=()
+      [ "$tool" != racecheck ] || arguments=(--skip hostile --skip 131072)
+      [ -z "${SANITIZER_ARGS+set}" ] || read -ra arguments <<<"$SANITIZER_ARGS"
       # Nothing then lies right behind an allocation, where an overrun would pass for an access to the next.
       [ "$tool" != memcheck ] || options+=(--padding 4096)
-      timeout -k 10 "${SANITIZER_SECONDS:-480}" compute-sanitizer "${options[@]}" "$program" --device cuda \
-        ${SANITIZER_ARGS:-} >"$logs/$tool.log" 2>&1
+      timeout -k 10 "${SANITIZER_SECONDS:-240}" compute-sanitizer "${options[@]}" "$program" --device cuda \
+        "${arguments[@]}" >"$logs/$tool.log" 2>&1
       echo $? >"$folder/$tool.rc"
     ) &
   done
@@ -93,6 +102,19 @@ run_sanitizer() {
       sanitizer "$(grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY' "$logs/$tool.log" | tail -1)"
   done
   rm -r "$folder"
+}
+
+run_fuzz() {
+  timeout -k 10 520 "$python" tools/fuzz.py --device cuda --cases "${FUZZ_CASES:-50000}" 2>&1 | tee "$logs/fuzz.log"
+  local rc=${PIPESTATUS[0]}
+  record fuzz "$rc" kernels "${VEGAS_OPS_KERNELS:-default}" result "$(grep -aE '^[0-9]+ cases \(' "$logs/fuzz.log" | tail -1)"
+}
+
+run_soak() {
+  timeout -k 10 520 "$python" tools/soak.py --device cuda --requests "${SOAK_REQUESTS:-20000}" 2>&1 | tee "$logs/soak.log"
+  local rc=${PIPESTATUS[0]}
+  record soak "$rc" result "$(grep -aE '^[0-9]+ requests ended' "$logs/soak.log" | tail -1)" \
+    memory "$(grep -aE ' after a quarter, ' "$logs/soak.log" | tr '\n' ';')"
 }
 
 find_fa3() {
@@ -119,11 +141,11 @@ run_bench() {
   done
 }
 
-for part in "${@:-tests sanitizer bench}"; do
+for part in "${@:-tests sanitizer fuzz soak bench}"; do
   for name in $part; do
     case $name in
-      tests | sanitizer | bench) "run_$name" ;;
-      *) echo "part must be tests, sanitizer or bench, got $name" >&2; exit 2 ;;
+      tests | sanitizer | fuzz | soak | bench) "run_$name" ;;
+      *) echo "part must be tests, sanitizer, fuzz, soak or bench, got $name" >&2; exit 2 ;;
     esac
   done
 done
