@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import vegas_ops
 
 # Of keys: dumps are so wide that on Hopper CTAs exchange their heads' parts through the workspace.
 BOUND = 70_000
+CHECKED = os.environ.get("VEGAS_OPS_CHECK") == "1"  # which refuses captures
 
 
 def calls(device: torch.device) -> list[VerifyCase]:
@@ -56,9 +60,27 @@ def test_calls_of_any_shape_take_turns(device: torch.device) -> None:
         if turn % 3 == 1:
             with pytest.raises(ValueError, match="`seqused_k` must"):
                 vegas_ops.flash_attn_with_logit_dump(*case.args[:4], case.seqused_k.long(), **call)
-        if turn % 5 == 2 and device.type == "cuda":
+        if turn % 5 == 2 and device.type == "cuda" and not CHECKED:
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 vegas_ops.flash_attn_with_logit_dump(*case.args, **call)
         vegas_ops.flash_attn_with_logit_dump(*case.args, **call)
         for name, tensor in again.items():
             assert_same_bits(tensor, outputs[i][name], f"{name} of call {turn}, case {i}")
+
+
+def test_every_call_leaves_zeros(cuda: torch.device) -> None:
+    """Where CTAs await each other's words, VEGAS_OPS_CHECK=1 refuses a workspace without them."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "turns and cuda",
+    ]
+    environment = {**os.environ, "VEGAS_OPS_CHECK": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
