@@ -150,6 +150,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     const bool forms_logits = p.softcap > 0.0f || !(scale > 0.0f);
     const float to_log2 = forms_logits ? kLog2e : scale * kLog2e;
     float reference[2] = {-INFINITY, -INFINITY};  // of the weights, log2 units
+    float base[2] = {0.0f, 0.0f};                 // it, or 0 of a row that has seen no key yet
     float sum[2] = {0.0f, 0.0f};                  // of this lane's columns
     float rescale[2];
     bool moved = false;
@@ -204,25 +205,27 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
           for (int j = 0; j < 2; ++j) top[i][j] = fmaxf(top[i][j], scores(4 * n + 2 * i + j));
         }
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) top[i][0] = fmaxf(top[i][0], top[i][1]);
-#pragma unroll
-      for (int step = 1; step < 4; step *= 2) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) top[i][0] = fmaxf(top[i][0], __shfl_xor_sync(0xffffffffu, top[i][0], step));
-      }
-      float base[2];
-      moved = false;
+      bool exceeds = false;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float highest = top[i][0] * to_log2;
-        const bool moves = highest > reference[i] + kReferenceSlack;
-        const float now = moves ? highest : reference[i];
-        // A row that has seen no key yet keeps -inf, which must not meet -inf in a difference.
-        base[i] = now == -INFINITY ? 0.0f : now;
-        rescale[i] = moves ? exp2_approx(reference[i] - base[i]) : 1.0f;
-        reference[i] = now;
-        moved = moved || moves;
+        top[i][0] = fmaxf(top[i][0], top[i][1]);
+        exceeds = exceeds || top[i][0] * to_log2 > reference[i] + kReferenceSlack;
+      }
+      moved = __any_sync(0xffffffffu, exceeds);
+      if (moved) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int step = 1; step < 4; step *= 2)
+            top[i][0] = fmaxf(top[i][0], __shfl_xor_sync(0xffffffffu, top[i][0], step));
+          const float highest = top[i][0] * to_log2;
+          const bool moves = highest > reference[i] + kReferenceSlack;
+          // A row that has seen no key yet keeps -inf, which must not meet -inf in a difference.
+          if (moves) base[i] = highest;
+          rescale[i] = moves ? exp2_approx(reference[i] - base[i]) : 1.0f;
+          if (moves) reference[i] = highest;
+          sum[i] *= rescale[i];
+        }
       }
       float added[2][2] = {};
 #pragma unroll
@@ -238,7 +241,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
         }
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) sum[i] = sum[i] * rescale[i] + (added[i][0] + added[i][1]);
+      for (int i = 0; i < 2; ++i) sum[i] += added[i][0] + added[i][1];
     };
     if (s.first_tile < s.end_tile) {
       wait_barrier(shared.keys_full[ring.stage], ring.phase);
@@ -267,7 +270,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
         if (previous >= 0) arrive_as_warp(shared.values_empty[previous]);
         previous = stage;
         if (warp_in_use) {
-          if (__any_sync(0xffffffffu, moved)) {
+          if (moved) {
 #pragma unroll
             for (int c = 0; c < kOutputs; ++c) output(c) *= rescale[c / 2 % 2];
           }
