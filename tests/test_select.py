@@ -94,7 +94,7 @@ def test_long_rows(device: torch.device, name: str) -> None:
         check_select(logits, dump="token", seqlens=seqlens, k=k, max_k=k)
 
 
-@pytest.mark.parametrize("pool", ((1, 0), (6, 0), (0, 6), (3, 2), (200, 0)))
+@pytest.mark.parametrize("pool", ((1, 0), (6, 0), (0, 6), (3, 2), (20, 11), (200, 0)))
 def test_pooling(device: torch.device, pool: tuple[int, int]) -> None:
     for name in ("random", "mixed specials", "plateaus", "one outlier", "rising"):
         for n in (1, 7, 100, 1000):

@@ -1,133 +1,236 @@
 // Selection on Hopper: a list is chosen from within one launch, by a cluster of thread blocks that read it once.
 //
+// Windows are never pooled: the places whose window holds a score above a threshold are those of the scores above it,
+// each widened to the places that reach it. So only bits of unpooled scores are kept.
+//
 // A sample, the same in every CTA, brackets the threshold. Scores then stream through registers: a bit says which lie
-// above the bracket, and the few inside it are listed, warp by warp. These are counted in bins, the counts of all CTAs
-// exchanged, and the few keys of the bin that holds the threshold too, from which each CTA knows the threshold and how
-// many tokens earlier slices write. Where the sample misleads, or a list has no room, scores are read again: slower,
-// never wrong. Integers alone decide, so results are identical on every run, and to those of the portable
-// kernels.
+// above the bracket, and the few inside it are listed, warp by warp, each of which counts as often as it is the maximum
+// of a window. These are counted in bins, the counts of all CTAs exchanged, and the few keys of the bin that holds the
+// threshold too, from which each CTA knows the threshold and how many tokens earlier slices write. Where the sample
+// misleads, or a list has no room, scores are read again: slower, never wrong. Integers alone decide, so results are
+// identical on every run, and to those of the portable kernels.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "common/warp_scan.cuh"
 #include "select/hopper_bracket.cuh"
+#include "select/hopper_write.cuh"
 #include "select/wave.h"
 
 namespace vegas_ops::selection::hopper {
 
-// ---- the threshold --------------------------------------------------------------------------------------------------
-
-// output_of, without divisions where a page has 2^n tokens.
-__device__ __forceinline__ int32_t written_for(const VegasSelectParams& p, int32_t request, int32_t token) {
-  const int32_t offset_bits = p.page_size - 1;
-  if (p.page_size & offset_bits || p.page_size == 0) return output_of(p, request, token);
-  return slot_at(p, request, token >> __popc(offset_bits), token & offset_bits);
-}
-
 // The cluster's search for the threshold of one list, and the writing of what beats it.
-template <int kReach>
+template <bool kPooled>
 struct Selector {
-  static constexpr int kHalo = halo_lanes(kReach), kRow = row_places(kReach);
   const VegasSelectParams& p;
   Shared& shared;
   const Arrays& arrays;
   const Slice& slice;
-  const float* memory;  // to which the slice counts
-  uint32_t ctas;        // of the cluster
-  uint32_t cta;         // this one
-  int32_t room;         // of a warp's list
-  int32_t num_inside = 0;
-  bool streamed_one_key = false;
+  uint32_t ctas;                              // of the cluster
+  uint32_t cta;                               // this one
+  int32_t room;                               // of a warp's list
+  int32_t num_listed = 0;                     // by the warp of the lane's number
+  int32_t chunks_before = 0, num_chunks = 0;  // of up to 32 listed scores: in earlier warps' lists, and in all
+  bool one_key = false;
+  bool fits = true;  // all lists have room
   uint32_t counts_sent = 0;
   uint32_t keys_sent = 0;
 
-  __device__ __forceinline__ const float* scores() const { return memory + slice.offset; }
-  __device__ __forceinline__ static int32_t place_of_lane() { return kGroup * (lane_of_thread() - kHalo); }
-
-  // Reads the slice, of which this warp's first row is loaded. Bits say which scores are selectable and at or above the
-  // interval; those inside it are listed, or counted at once, or, if they are all the same, have a bit of their own.
-  __device__ __forceinline__ void stream(float4& next, const Interval& interval, bool at_once) {
-    const float* const scores = this->scores();
-    const int lane = lane_of_thread(), warp = warp_of_thread();
-    const float low = lane < kHalo ? __int_as_float(0x7f800000) : score_below(interval.low);
-    const float high = score_at(interval.high);
-    const bool one_key = is_one_key(interval);
-    const int32_t after = slice.after, rows = slice.rows, last_group = slice.last_group;
-    const int32_t whole_from = slice.begin + kGroup * kHalo, whole_end = smaller(slice.end, slice.length) - kRow;
-    Listed* const list = arrays.listed + warp * room;
-    num_inside = 0;
-    int32_t from = slice.first + warp * kRow;
-#pragma unroll 1
-    for (int row = warp; row < rows; row += kWarps, from += kWarps * kRow) {
-      float4 group = next;
-      const int32_t place = from + place_of_lane();
-      if (row + kWarps < rows) load_group(next, scores, place + kWarps * kRow, last_group);
-      const bool whole = from >= whole_from && from <= whole_end;
-      if (!whole) trim_group(group, slice, scores, place);
-      float x[kGroup] = {group.x, group.y, group.z, group.w}, itself[kGroup] = {group.x, group.y, group.z, group.w};
-      if (kReach > 0) {
-        pool<kReach>(x, Tails(group));
-        if (after) delay(itself, after);
-      }
-      if (!whole) {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          const bool ranked =
-              static_cast<uint32_t>(place + i - slice.begin) < static_cast<uint32_t>(slice.end - slice.begin);
-          if (!ranked) itself[i] = negative_infinity();
-        }
-      }
-      uint32_t above[kGroup], inside[kGroup];
-      bool is_inside[kGroup];
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        const float score = kReach > 0 ? x[i] : itself[i];
-        const bool taken = (kReach == 0 || itself[i] > negative_infinity()) && score > low;
-        is_inside[i] = taken && !(score >= high);
-        above[i] = __ballot_sync(kAllLanes, taken && score >= high);
-        inside[i] = __ballot_sync(kAllLanes, is_inside[i]);
-      }
-      const uint4 inside_words = make_uint4(inside[0], inside[1], inside[2], inside[3]);
-      if (lane == 0) {
-        arrays.above[row] = make_uint4(above[0], above[1], above[2], above[3]);
-        arrays.equal[row] = one_key ? inside_words : make_uint4(0, 0, 0, 0);
-      }
-      int32_t slot = at_once ? 0 : num_inside;
-      num_inside += popc(inside_words);
-      if (!one_key && slot + popc(inside_words) <= room) {
-        const uint32_t before = (1u << lane) - 1;
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          if (is_inside[i]) {
-            const float score = kReach > 0 ? x[i] : itself[i];
-            list[slot + __popc(inside[i] & before)] = {__float_as_uint(score),
-                                                       static_cast<uint32_t>(128 * row + 32 * i + lane)};
-          }
-          slot += __popc(inside[i]);
-        }
-        if (at_once) {
-          __syncwarp();
-          count_listed(interval, slot);
-          __syncwarp();
-        }
-      }
-    }
-  }
-
-  // Adds a warp's listed scores, from now on keys, to the histogram of an interval.
-  __device__ __forceinline__ void count_listed(const Interval& interval, int32_t count) const {
-    Listed* const list = arrays.listed + warp_of_thread() * room;
-    const int shift = bin_shift(interval);
-#pragma unroll 1
-    for (int32_t i = lane_of_thread(); i < count; i += 32) {
-      const uint32_t key = key_of_selectable(list[i].score);
-      list[i].score = key;
-      atomicAdd(&shared.histogram[key - interval.low - 1 >> shift], 1u);
-    }
-  }
-
   __device__ __forceinline__ bool alone() const { return ctas == 1; }
+  __device__ __forceinline__ int32_t reach() const { return p.pool_before + p.pool_after; }
+  __device__ __forceinline__ int rows() const { return (slice.words + kRowWords - 1) / kRowWords; }
+
+  // ---- reading ------------------------------------------------------------------------------------------------------
+
+  // Whether scores are above a threshold, from bit 0 on, before others. The sign of a difference says it, and that of
+  // NaN is positive.
+  __device__ __forceinline__ static uint32_t add_bits(uint32_t bits, const float (&x)[kRowWords], float threshold) {
+#pragma unroll
+    for (int i = kRowWords - 1; i >= 0; --i) {
+      bits = __funnelshift_l(__float_as_uint(__fsub_rn(threshold, x[i])), bits, 1);
+    }
+    return bits;
+  }
+
+  // Bits say which scores are at or above the interval, and which inside it; these are listed too, unless they are all
+  // the same. `next` is this warp's first row, loaded.
+  __device__ __forceinline__ void stream(float (&next)[kRowWords], const Interval& interval) {
+    const int lane = lane_of_thread();
+    float low = score_below(interval.low), high = score_below(interval.high - 1);
+    asm volatile("" : "+f"(low), "+f"(high));  // not to be computed again for every row
+    one_key = is_one_key(interval);
+    Listed* const list = arrays.listed + warp_of_thread() * room;
+    int32_t* const count = shared.num_listed + warp_of_thread();
+    if (lane == 0) *count = 0;
+    __syncwarp();
+    if (kPooled && warp_of_thread() == warps() - 1) {
+      const float x = score_at_place(slice, slice.place_of(lane));
+      const uint32_t above = __ballot_sync(kAllLanes, x > high);
+      const uint32_t inside = __ballot_sync(kAllLanes, x > low && !(x > high));
+      const uint32_t selectable = __ballot_sync(kAllLanes, x > negative_infinity());
+      if (lane == 0) arrays.above[0] = above, arrays.inside[0] = inside, arrays.selectable[0] = selectable;
+      if (!one_key && inside >> lane & 1) {
+        const Listed listed = {__float_as_uint(x), static_cast<uint32_t>(lane)};
+        list[atomicAdd(count, 1)] = listed;  // always has room
+        arrays.recent[kRecent - 32 + lane] = listed;
+      }
+    }
+    const Transposition transposed;
+    // Of its words, a lane stores that of its number.
+    constexpr int kSets = kPooled ? 3 : 2;
+    uint32_t* const words = arrays.inside + 1 + (lane / kRowWords) * (arrays.above - arrays.inside) + lane % kRowWords;
+    const int num_rows = rows();
+#pragma unroll 1
+    for (int row = warp_of_thread(); row < num_rows; row += warps()) {
+      float x[kRowWords];
+#pragma unroll
+      for (int i = 0; i < kRowWords; ++i) x[i] = next[i];
+      if (row + warps() < num_rows) load_row(next, slice, row + warps());
+      uint32_t bits = 0xff;
+      if (kPooled) {
+        float sum = x[0];
+#pragma unroll
+        for (int i = 1; i < kRowWords; ++i) sum += x[i];
+        if (__any_sync(kAllLanes, !(sum > negative_infinity()))) bits = add_bits(0, x, negative_infinity());
+      }
+      bits = add_bits(add_bits(bits, x, high), x, low);
+      const uint32_t inside = bits & ~(bits >> kRowWords) & 0xff;
+      bits = transposed((bits & ~0xffu) | inside);
+      if (lane < kSets * kRowWords) words[kRowWords * row] = bits;
+      if (!one_key && inside) {
+        const int32_t own = __popc(inside), slot = atomicAdd(count, own);
+        if (slot + own <= room) {
+          Listed* to = list + slot;
+          Listed* const recent = arrays.recent + kRow * row % kRecent + lane;
+          const uint32_t bit = 32 + kRow * row + lane;
+#pragma unroll
+          for (int i = 0; i < kRowWords; ++i) {
+            if (inside >> i & 1) {
+              const Listed listed = {__float_as_uint(x[i]), bit + 32 * i};
+              *to++ = listed;
+              if (kPooled) recent[32 * i] = listed;
+            }
+          }
+        }
+      }
+    }
+    __syncthreads();
+    num_listed = lane < warps() ? shared.num_listed[lane] : 0;
+    fits = !__any_sync(kAllLanes, num_listed > room);
+    const int32_t chunks = (num_listed + 31) / 32, through = warp_scan(chunks);
+    chunks_before = through - chunks;
+    num_chunks = __shfl_sync(kAllLanes, through, 31);
+  }
+
+  // Calls visit(Listed&) for all that is listed, shared out to all threads, always in the same way.
+  template <class Visit>
+  __device__ __forceinline__ void visit_listed(Visit visit) const {
+#pragma unroll 1
+    for (int32_t chunk = warp_of_thread(); chunk < num_chunks; chunk += warps()) {
+      const int owner = 31 - __clz(__ballot_sync(kAllLanes, chunks_before <= chunk));
+      const int32_t at = 32 * (chunk - __shfl_sync(kAllLanes, chunks_before, owner)) + lane_of_thread();
+      if (at < __shfl_sync(kAllLanes, num_listed, owner)) visit(arrays.listed[owner * room + at]);
+    }
+  }
+
+  // At how many open places a score inside the interval is the maximum of the window, the first of equals.
+  __device__ __forceinline__ uint32_t weight_of(float score, int32_t bit) const {
+    const int32_t word = bit / 32, shift = bit % 32, reach = this->reach();
+    const auto score_of = [&](int32_t other) {
+      const Listed recent = arrays.recent[static_cast<uint32_t>(other - 32) % kRecent];
+      return recent.bit == other ? __uint_as_float(recent.score) : *slice.at(slice.place_of(other));
+    };
+    // Bit i for i places after it.
+    const uint32_t in_reach = kAllLanes >> (31 - reach);
+    uint32_t places = __funnelshift_r(arrays.open[word], arrays.open[word + 1], shift) & in_reach;
+    uint32_t later = __funnelshift_r(arrays.inside[word], arrays.inside[word + 1], shift) & in_reach & ~1u;
+    while (later) {
+      const int distance = __ffs(later) - 1;
+      if (!(places >> distance)) break;
+      if (score_of(bit + distance) > score) places &= (1u << distance) - 1;
+      later &= later - 1;
+    }
+    // The highest bit for the place before it.
+    uint32_t earlier = __funnelshift_l(word > 0 ? arrays.inside[word - 1] : 0, arrays.inside[word], 31 - shift) << 1;
+    earlier &= ~(kAllLanes >> reach);
+    while (earlier) {
+      const int distance = __clz(earlier) + 1;
+      const uint32_t shared_places = (1u << (reach - distance + 1)) - 1;
+      if (!(places & shared_places)) break;
+      if (score_of(bit - distance) >= score) places &= ~shared_places;
+      earlier &= ~(0x80000000u >> (distance - 1));
+    }
+    return __popc(places);
+  }
+
+  // Counts what was streamed, by bins of the interval, and what lies above.
+  __device__ __forceinline__ void count(const Interval& interval) {
+    const bool by_bins = fits && !one_key;
+    uint32_t above = 0, inside = 0;
+#pragma unroll 1
+    for (int32_t word = 1 + threadIdx.x; word <= slice.words + 1; word += threads()) {
+      if (kPooled) {
+        const uint32_t ranked = ranked_places(slice, arrays.selectable, word, p.pool_after);
+        const uint32_t open = ranked & ~widened(arrays.above, word, reach());
+        above += __popc(ranked & ~open);
+        arrays.ranked[word] = ranked;
+        arrays.open[word] = open;
+        if (!by_bins) inside += __popc(open & widened(arrays.inside, word, reach()));
+      } else if (word <= slice.words) {
+        above += __popc(arrays.above[word]);
+        if (!by_bins) inside += __popc(arrays.inside[word]);
+      }
+    }
+    if (kPooled) {
+      if (threadIdx.x == 0) arrays.open[0] = 0;
+      __syncthreads();
+    }
+    above = __reduce_add_sync(kAllLanes, above);
+    if (!by_bins) inside = __reduce_add_sync(kAllLanes, inside);
+    if (lane_of_thread() == 0) {
+      if (!one_key && !fits && threadIdx.x == 0) above += kOverflow;
+      if (above) atomicAdd(&shared.histogram[kAbove], above);
+      if (inside) atomicAdd(&shared.histogram[0], inside);
+    }
+    if (by_bins) {
+      const int shift = bin_shift(interval);
+      visit_listed([&](Listed& listed) {
+        const uint32_t weight = kPooled ? weight_of(__uint_as_float(listed.score), listed.bit) : 1;
+        const uint32_t key = key_of_selectable(listed.score);
+        listed = {key, listed.bit | weight << kWeightShift};
+        if (weight) atomicAdd(&shared.histogram[key - interval.low - 1 >> shift], weight | 1u << kCountBits);
+      });
+    }
+    exchange_counts();
+    // From now on of the threshold.
+#pragma unroll 1
+    for (int32_t word = threadIdx.x; word <= slice.words; word += threads()) {
+      arrays.equal[word] = one_key ? arrays.inside[word] : 0;
+    }
+  }
+
+  // Counts all scores by bins of an interval, however many are inside.
+  __device__ __forceinline__ void count_all(const Interval& interval) {
+    const int shift = bin_shift(interval);
+    uint32_t above = 0;
+    const int32_t end = smaller(slice.end, slice.stop());
+#pragma unroll 1
+    for (int32_t place = larger(slice.first, slice.begin) + threadIdx.x; place < end; place += threads()) {
+      if (!(score_at_place(slice, place - p.pool_after) > negative_infinity())) continue;
+      float most = negative_infinity();
+      for (int32_t i = 0; i <= reach(); ++i) most = fmaxf(most, score_at_place(slice, place - i));
+      const uint32_t key = key_of_selectable(__float_as_uint(most));
+      above += key >= interval.high;
+      if (key > interval.low && key < interval.high) {
+        atomicAdd(&shared.histogram[key - interval.low - 1 >> shift], 1u);
+      }
+    }
+    if (above) atomicAdd(&shared.histogram[kAbove], above);
+    exchange_counts();
+  }
+
+  // ---- the threshold ------------------------------------------------------------------------------------------------
 
   // Every CTA gets the counts of all.
   __device__ __forceinline__ void exchange_counts() {
@@ -143,93 +246,70 @@ struct Selector {
     shared.count_mail.wait(counts_sent++, alone());
   }
 
-  // Counts what was streamed, by bins of the interval, and what lies above.
-  __device__ __forceinline__ void count(const Interval& interval, bool at_once) {
-    __syncwarp();
-    uint32_t above = 0;
-#pragma unroll 1
-    for (int row = warp_of_thread() + kWarps * lane_of_thread(); row < slice.rows; row += 32 * kWarps) {
-      above += popc(arrays.above[row]);
-    }
-    above = __reduce_add_sync(kAllLanes, above);
-    const bool fits = num_inside <= room, by_bins = fits && !is_one_key(interval);
-    if (lane_of_thread() == 0) {
-      above += fits || at_once || is_one_key(interval) ? 0 : kOverflow;
-      if (above) atomicAdd(&shared.histogram[kAbove], above);
-      if (!by_bins && !at_once && num_inside) atomicAdd(&shared.histogram[0], num_inside);
-    }
-    if (by_bins && !at_once) count_listed(interval, num_inside);
-    exchange_counts();
-  }
-
   // Finds the bin of the rank-th key, unless there are fewer. Earlier slices have `better_bins` keys in better ones
   // that are not counted.
   __device__ __forceinline__ void locate(uint32_t rank, uint32_t better_bins) {
-    if (warp_of_thread() == 0) {
-      constexpr int kOwn = kBins / 32;
-      const int lane = lane_of_thread();
-      uint32_t counts[kOwn] = {}, earlier[kOwn] = {}, sum = 0;
-      const uint4* at = reinterpret_cast<const uint4*>(arrays.histograms + kBins - kOwn * (lane + 1));
-#pragma unroll 2
-      for (uint32_t from = 0; from < ctas; ++from, at += kBins / 4) {
-        const uint4 low = at[0], high = at[1];
-        const uint32_t theirs[kOwn] = {high.w, high.z, high.y, high.x, low.w, low.z, low.y, low.x};
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) counts[i] += theirs[i], earlier[i] += from < cta ? theirs[i] : 0;
+    const int lane = lane_of_thread(), warp = warp_of_thread();
+    const uint32_t bin = kBins - 1 - threadIdx.x;
+    uint32_t count = 0, earlier = 0, listed = 0, earlier_listed = 0, through = 0;
+    if (threadIdx.x < kBins) {
+#pragma unroll 4
+      for (uint32_t from = 0; from < ctas; ++from) {
+        const uint32_t theirs = arrays.histograms[kBins * from + bin];
+        count += theirs & kCounted, listed += theirs >> kCountBits;
+        if (from < cta) earlier += theirs & kCounted, earlier_listed += theirs >> kCountBits;
       }
-      if (lane == 0) {
-        shared.overflows = counts[0] / kOverflow;
+      if (bin == kAbove) {
+        shared.overflows = listed;
         shared.num_own = 0;
         shared.least = kAllLanes, shared.most = 0;
-        counts[0] %= kOverflow, earlier[0] %= kOverflow;
+        shared.better = better_bins, shared.equal = 0;
       }
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) sum += counts[i];
-      uint32_t through = warp_scan(sum);
-      const uint32_t total = __shfl_sync(kAllLanes, through, 31);
-      through -= sum;
-      uint32_t better = lane == 0 ? better_bins : 0;
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const uint32_t before = through;
-        through += counts[i];
-        if (through < rank) better += earlier[i];
-        if (before < rank && rank <= through) {
-          shared.found = {kAbove - kOwn * static_cast<uint32_t>(lane) - i, rank - before, counts[i], earlier[i]};
-        }
+      through = warp_scan(count);
+      if (lane == 31) shared.warp_sums[warp] = through;
+    }
+    __syncthreads();
+    if (threadIdx.x < kBins) {
+      through += __reduce_add_sync(kAllLanes, lane < warp ? shared.warp_sums[lane] : 0);
+      if (through - count < rank && rank <= through) {
+        shared.found = {bin, rank - (through - count), count, earlier, listed, earlier_listed};
       }
-      better = __reduce_add_sync(kAllLanes, better);
-      if (lane == 0) shared.total = total, shared.better = better, shared.equal = 0;
+      const uint32_t better = __reduce_add_sync(kAllLanes, through < rank ? earlier : 0);
+      if (lane == 0 && better) atomicAdd(&shared.better, better);
+      if (bin == 0) shared.total = through;
     }
     __syncthreads();
   }
 
   template <class Visit>
   __device__ __forceinline__ void visit_listed(const Interval& interval, Visit visit) const {
-    const Listed* const list = arrays.listed + warp_of_thread() * room;
-#pragma unroll 1
-    for (int32_t i = lane_of_thread(); i < num_inside; i += 32) {
-      const uint32_t key = list[i].score;
-      if (key > interval.low && key < interval.high) visit(key);
-    }
+    visit_listed([&](const Listed& listed) {
+      const uint32_t weight = listed.bit >> kWeightShift;
+      if (listed.score > interval.low && listed.score < interval.high && weight) visit(listed.score, weight);
+    });
   }
 
   // Sends the listed keys of an interval to all CTAs, after those of earlier slices.
   __device__ __forceinline__ void exchange_keys(const Interval& interval) {
-    if (threadIdx.x == 0) shared.key_mail.expect(shared.found.count * sizeof(uint32_t), alone());
-    const uint32_t earlier = shared.found.earlier;
-    visit_listed(interval, [&](uint32_t key) {
-      const uint32_t at = earlier + atomicAdd(&shared.num_own, 1u);
-#pragma unroll 1
-      for (uint32_t to = 0; to < ctas; ++to) shared.key_mail.send(shared.ranked + at, to, key, alone());
+    if (threadIdx.x == 0) shared.key_mail.expect(shared.found.listed * sizeof(uint2), alone());
+    visit_listed(interval, [&](uint32_t key, uint32_t weight) {
+      shared.own[atomicAdd(&shared.num_own, 1u)] = make_uint2(key, weight);
     });
+    __syncthreads();
+    const uint32_t earlier = shared.found.earlier_listed, cluster_bits = __popc(ctas - 1);
+    const uint32_t sent = shared.num_own << cluster_bits;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < sent; i += threads()) {
+      const uint32_t at = i >> cluster_bits, to = i & (ctas - 1);
+      shared.key_mail.send(shared.ranked + earlier + at, to, shared.own[at], alone());
+    }
     shared.key_mail.wait(keys_sent++, alone());
   }
 
   // The listed keys of an interval that occur lie in the interval returned.
   __device__ __forceinline__ Interval occupied(const Interval& interval) {
     uint32_t least = kAllLanes, most = 0;
-    visit_listed(interval, [&](uint32_t key) {
+    visit_listed(interval, [&](uint32_t key, uint32_t) {
       least = min(least, key);
       most = max(most, key);
     });
@@ -251,22 +331,21 @@ struct Selector {
             __reduce_max_sync(kAllLanes, shared.received_most[from]) + 1};
   }
 
-  // The rank-th of the keys received becomes the threshold. Four threads share a key's comparisons; keys beyond the
-  // count are 0.
+  // The key of the rank-th place among those received becomes the threshold. Four threads share a key's comparisons;
+  // keys beyond the count are 0.
   __device__ __forceinline__ void rank_keys(const Found& found) {
     const uint32_t mine = threadIdx.x / 4;
-    if (mine < (found.count + 7 & ~7u)) {
-      const uint32_t key = shared.ranked[mine];
-      uint32_t order = 0;  // better keys, and 2^16 times equal ones
+    if (mine < (found.listed + 7 & ~7u)) {
+      const uint32_t key = shared.ranked[mine].x;
+      uint32_t better = 0, equal = 0;
 #pragma unroll 1
-      for (uint32_t other = threadIdx.x % 4; 4 * other < found.count; other += 4) {
-        const uint4 theirs = reinterpret_cast<const uint4*>(shared.ranked)[other];
-        order += (theirs.x > key) + (theirs.y > key) + (theirs.z > key) + (theirs.w > key);
-        order += (theirs.x == key) + (theirs.y == key) + (theirs.z == key) + (theirs.w == key) << 16;
+      for (uint32_t other = threadIdx.x % 4; other < found.listed; other += 4) {
+        const uint2 theirs = shared.ranked[other];
+        better += theirs.x > key ? theirs.y : 0;
+        equal += theirs.x == key ? theirs.y : 0;
       }
-      order += __shfl_xor_sync(kAllLanes, order, 1);
-      order += __shfl_xor_sync(kAllLanes, order, 2);
-      const uint32_t better = order & 0xffff, equal = order >> 16;
+      better += __shfl_xor_sync(kAllLanes, better, 1), equal += __shfl_xor_sync(kAllLanes, equal, 1);
+      better += __shfl_xor_sync(kAllLanes, better, 2), equal += __shfl_xor_sync(kAllLanes, equal, 2);
       if (key && better < found.rank && found.rank <= better + equal) {
         shared.threshold = key;
         shared.ties = found.rank - better;
@@ -278,9 +357,10 @@ struct Selector {
       // Of the bin, in earlier slices.
       uint32_t better = 0, equal = 0;
 #pragma unroll 1
-      for (uint32_t i = lane_of_thread(); i < found.earlier; i += 32) {
-        better += shared.ranked[i] > shared.threshold;
-        equal += shared.ranked[i] == shared.threshold;
+      for (uint32_t i = lane_of_thread(); i < found.earlier_listed; i += 32) {
+        const uint2 theirs = shared.ranked[i];
+        better += theirs.x > shared.threshold ? theirs.y : 0;
+        equal += theirs.x == shared.threshold ? theirs.y : 0;
       }
       better = __reduce_add_sync(kAllLanes, better);
       equal = __reduce_add_sync(kAllLanes, equal);
@@ -298,56 +378,63 @@ struct Selector {
     __syncthreads();
   }
 
-  // On return, bits say which scores beat the threshold, and which equal it; shared, how many of these are taken.
-  // Returns how many are in all.
-  __device__ __forceinline__ uint32_t find_threshold(float4& first, Interval interval, uint32_t rank) {
-    bool at_once = false, sampled = true;
-    for (;;) {
-      stream(first, interval, at_once);
-      count(interval, at_once);
+  // Before counts are overwritten that another CTA still reads.
+  __device__ __forceinline__ void begin_anew() {
+    if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
+    synchronize_cluster();
+  }
+
+  // On return, bits say which scores beat the threshold, and which equal it, but for those that are listed; shared, how
+  // many of these are taken. Returns how many are in all.
+  __device__ __forceinline__ uint32_t find_threshold(float (&first)[kRowWords], Interval interval, uint32_t rank) {
+    for (bool sampled = true;;) {
+      stream(first, interval);
+      count(interval);
       locate(rank, 0);
-      const Found found = shared.found;
-      const bool below = shared.total < rank, above = !below && found.bin == kAbove;
-      if (!above && (!below || interval.low == kLowestKey - 1) && !shared.overflows && !at_once) break;
-      if (!above && !below) {
-        // Too many to be listed, or just counted: those of one bin next.
-        if (at_once) interval = bin_of(interval, found.bin);
-        at_once = !is_one_key(interval) && (shared.overflows || found.count > room);
-      } else if (below && interval.low == kLowestKey - 1) {
+      const bool below = shared.total < rank, above = !below && shared.found.bin == kAbove;
+      const bool to_lowest = interval.low == kLowestKey - 1;
+      if (!above && (!below || to_lowest) && !shared.overflows) break;
+      begin_anew();
+      if (below && to_lowest) {
         // All that are selectable are taken, if not by their list.
         interval = {kLowestKey - 1, kLowestKey + 1};
-        at_once = false;
-      } else if (sampled) {
+      } else if ((above || below) && sampled) {
         // Probably one end of the interval, of which there are many.
         const uint32_t end = above ? interval.high : interval.low;
         interval = {end - 1, end + 1};
         sampled = false;
+      } else if (above) {
+        interval = {interval.high - 1, kHighestKey + 1};
+      } else if (below) {
+        interval = {kLowestKey - 1, interval.low + 1};
       } else {
-        interval = {kLowestKey - 1, kHighestKey + 1};
-        at_once = true;
+        // Too many to be listed: those of one bin.
+        do {
+          count_all(interval);
+          locate(rank, 0);
+          interval = bin_of(interval, shared.found.bin);
+          begin_anew();
+        } while (!is_one_key(interval) && shared.found.count > room);
       }
-      if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
-      synchronize_cluster();  // before counts are overwritten that another CTA still reads
-      const int row = warp_of_thread();
-      if (row < slice.rows) load_group(first, scores(), slice.first + row * kRow + place_of_lane(), slice.last_group);
+      if (warp_of_thread() < rows()) load_row(first, slice, warp_of_thread());
     }
-    streamed_one_key = is_one_key(interval);
     if (shared.total < rank) {
       // Too few are selectable: all of them are taken.
-      take_one_key(0, {0, 0, 0, 0});
+      take_one_key(0, {});
       return shared.total;
     }
     for (;;) {
       const Found found = shared.found;
       interval = bin_of(interval, found.bin);
-      if (!is_one_key(interval) && found.count > kRanked) {
+      if (!is_one_key(interval) && found.listed > kRanked) {
         if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
         interval = occupied(interval);
         if (!is_one_key(interval)) {
           const uint32_t better = shared.better;
           const int shift = bin_shift(interval);
-          visit_listed(interval,
-                       [&](uint32_t key) { atomicAdd(&shared.histogram[key - interval.low - 1 >> shift], 1u); });
+          visit_listed(interval, [&](uint32_t key, uint32_t weight) {
+            atomicAdd(&shared.histogram[key - interval.low - 1 >> shift], weight | 1u << kCountBits);
+          });
           exchange_counts();
           locate(found.rank, better);
           continue;
@@ -363,119 +450,19 @@ struct Selector {
     }
   }
 
-  // Adds to the bits of what is above the threshold those of listed scores, and of equal ones where all are taken.
-  __device__ __forceinline__ void mark() const {
-    const bool all_ties = shared.ties == shared.all_equal;
-    if (!streamed_one_key) {
-      const uint32_t threshold = shared.threshold;
-      const Listed* const list = arrays.listed + warp_of_thread() * room;
-#pragma unroll 1
-      for (int32_t i = lane_of_thread(); i < num_inside; i += 32) {
-        const Listed listed = list[i];
-        if (listed.score < threshold) continue;
-        uint4* const words = listed.score > threshold || all_ties ? arrays.above : arrays.equal;
-        atomicOr(reinterpret_cast<uint32_t*>(words) + listed.mask / 32, 1u << listed.mask % 32);
-      }
-    } else if (all_ties) {
-#pragma unroll 1
-      for (int row = warp_of_thread() + kWarps * lane_of_thread(); row < slice.rows; row += 32 * kWarps) {
-        uint4& above = arrays.above[row];
-        const uint4 equal = arrays.equal[row];
-        above = make_uint4(above.x | equal.x, above.y | equal.y, above.z | equal.z, above.w | equal.w);
-      }
-    }
-    __syncwarp();
-  }
+  // ---- the chosen ---------------------------------------------------------------------------------------------------
 
-  // Counts the bits of rows, for visit_bits.
-  __device__ __forceinline__ void count_bits(const uint4* words) const {
-#pragma unroll 1
-    for (int row = warp_of_thread() + kWarps * lane_of_thread(); row < padded_rows(); row += 32 * kWarps) {
-      shared.row_totals[row] = static_cast<uint8_t>(row < slice.rows ? popc(words[row]) : 0);
+  // Adds listed scores to the bits of what is above the threshold, or equal to it.
+  __device__ __forceinline__ void mark() const {
+    if (!one_key) {
+      const uint32_t threshold = shared.threshold;
+      visit_listed([&](const Listed& listed) {
+        if (listed.score < threshold) return;
+        const uint32_t bit = listed.bit & (1u << kWeightShift) - 1;
+        atomicOr((listed.score > threshold ? arrays.above : arrays.equal) + bit / 32, 1u << bit % 32);
+      });
     }
     __syncthreads();
-  }
-
-  __device__ __forceinline__ int padded_rows() const { return (slice.rows + kWarps - 1) & -kWarps; }
-
-  // Calls visit(row, its bits in this lane, how many bits there are before them) for this warp's rows among the 32
-  // turns that begin with one. Returns the bits of all warps.
-  template <class Visit>
-  __device__ __forceinline__ uint32_t visit_bits(const uint4* words, int turn, Visit visit) const {
-    const int lane = lane_of_thread(), warp = warp_of_thread(), turns = smaller(padded_rows() / kWarps - turn, 32);
-    // A lane for each turn: sixteen totals, a byte each.
-    uint4 totals = make_uint4(0, 0, 0, 0);
-    if (lane < turns) totals = reinterpret_cast<const uint4*>(shared.row_totals)[turn + lane];
-    const auto earlier = [&](int word) {
-      const int bytes = smaller(larger(warp - 4 * word, 0), 4);
-      return bytes == 4 ? 0x01010101u : 0x01010101u & ((1u << 8 * bytes) - 1);
-    };
-    constexpr uint32_t kOnes = 0x01010101u;
-    const uint32_t all =
-        __dp4a(totals.x, kOnes, __dp4a(totals.y, kOnes, __dp4a(totals.z, kOnes, __dp4a(totals.w, kOnes, 0u))));
-    const uint32_t through = warp_scan(all);
-    const uint32_t starts =
-        through - all +
-        __dp4a(totals.x, earlier(0),
-               __dp4a(totals.y, earlier(1), __dp4a(totals.z, earlier(2), __dp4a(totals.w, earlier(3), 0u))));
-    const uint32_t before = (1u << lane) - 1;
-#pragma unroll 1
-    for (int i = 0; i < turns; ++i) {
-      const int row = (turn + i) * kWarps + warp;
-      const uint32_t start = __shfl_sync(kAllLanes, starts, i);
-      if (row >= slice.rows) break;
-      const uint4 bits = words[row];
-      if (!(bits.x | bits.y | bits.z | bits.w)) continue;  // most, where these are ties
-      const uint32_t own =
-          (bits.x >> lane & 1) | (bits.y >> lane & 1) << 1 | (bits.z >> lane & 1) << 2 | (bits.w >> lane & 1) << 3;
-      visit(row, own, start + popc(make_uint4(bits.x & before, bits.y & before, bits.z & before, bits.w & before)));
-    }
-    return __shfl_sync(kAllLanes, through, 31);
-  }
-
-  // Writes the positions of the chosen: ascending, after those of earlier slices. They are gathered first, so that all
-  // threads translate and store.
-  __device__ __forceinline__ void emit(int32_t* out) const {
-    mark();
-    const uint32_t taken_ties = shared.ties;
-    if (taken_ties != shared.all_equal) {
-      // Some equal ones are taken: the first.
-      count_bits(arrays.equal);
-      uint32_t passed = shared.equal;
-      for (int turn = 0; turn * kWarps < slice.rows; turn += 32) {
-        passed += visit_bits(arrays.equal, turn, [&](int row, uint32_t own, uint32_t rank) {
-          rank += passed;
-          uint32_t taken[kGroup];
-#pragma unroll
-          for (int i = 0; i < kGroup; ++i) taken[i] = __ballot_sync(kAllLanes, own >> i & 1 && rank++ < taken_ties);
-          uint4& above = arrays.above[row];
-          if (lane_of_thread() == 0) {
-            above = make_uint4(above.x | taken[0], above.y | taken[1], above.z | taken[2], above.w | taken[3]);
-          }
-        });
-      }
-      __syncthreads();
-    }
-    count_bits(arrays.above);
-    out += shared.better + min(shared.equal, taken_ties);
-    for (int turn = 0; turn * kWarps < slice.rows; turn += 32) {
-      const int32_t first_row = turn * kWarps;
-      const uint32_t count = visit_bits(arrays.above, turn, [&](int row, uint32_t own, uint32_t at) {
-        const int32_t place = (row - first_row) * kRow + place_of_lane();
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          if (own >> i & 1) arrays.gathered[at++] = static_cast<uint16_t>(place + i);
-        }
-      });
-      __syncthreads();
-      const int32_t origin = slice.first + first_row * kRow - slice.after;
-#pragma unroll 1
-      for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-        out[i] = written_for(p, slice.request, origin + arrays.gathered[i]);
-      }
-      out += count;
-      if ((turn + 32) * kWarps < slice.rows) __syncthreads();
-    }
   }
 };
 
@@ -488,15 +475,15 @@ __device__ __forceinline__ int32_t* output(const VegasSelectParams& p, const Wav
 }
 
 // Grid: a cluster per list.
-template <int kReach>
-__global__ void __launch_bounds__(kThreads, 2)
+template <bool kPooled>
+__global__ void __launch_bounds__(kThreads, 1)
     select_kernel(const __grid_constant__ VegasSelectParams p, const Wave wave, const Shape shape) {
   extern __shared__ __align__(128) char shared_memory[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
   if (threadIdx.x == 0) shared.count_mail.open(), shared.key_mail.open();
   if (threadIdx.x < kSampleBins / 4) reinterpret_cast<uint4*>(shared.sample)[threadIdx.x] = make_uint4(0, 0, 0, 0);
   if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
-  if (threadIdx.x < kRanked) shared.ranked[threadIdx.x] = 0;
+  if (threadIdx.x < kRanked) shared.ranked[threadIdx.x] = make_uint2(0, 0);
   join_cluster();
   const int32_t index = blockIdx.x >> shape.cluster_bits, cta = blockIdx.x & ((1 << shape.cluster_bits) - 1);
   const List list = list_at(p, list_of_cta(wave, shape));
@@ -507,55 +494,61 @@ __global__ void __launch_bounds__(kThreads, 2)
   Quota quota = quota_of(p, list.request);
   uint32_t taken = 0;
   if (planes.rows > 0 && quota.free > 0) {
-    using Select = Selector<kReach>;
-    const float* const memory = wave.source ? wave.source : static_cast<const float*>(p.logits);
     Slice slice;
-    slice.offset = wave.source ? index * wave.stride : planes.offset;
+    slice.scores =
+        wave.source ? wave.source + index * wave.stride : static_cast<const float*>(p.logits) + planes.offset;
     slice.request = list.request;
-    const float* const scores = memory + slice.offset;
-    slice.length = candidates(p, list.request);
-    slice.width = p.max_seqlen_k;
     slice.after = p.pool_after;
+    slice.reach = p.pool_before + p.pool_after;
     slice.begin = quota.begin + slice.after;
     slice.end = quota.end + slice.after;
-    const int32_t unaligned = reinterpret_cast<uintptr_t>(scores) / sizeof(float) % kGroup;
-    const int32_t origin = (slice.begin + unaligned) / kGroup * kGroup - unaligned;
-    const int32_t rows = (slice.end - origin + Select::kRow - 1) / Select::kRow;
-    const int32_t share = (rows + (1 << shape.cluster_bits) - 1) >> shape.cluster_bits;
-    slice.first = origin + cta * share * Select::kRow;
-    slice.rows = larger(smaller(share, rows - cta * share), 0);
-    slice.last_group = (slice.width + unaligned) / kGroup * kGroup - unaligned - kGroup;
-    float4 first;
-    const int32_t place = slice.first + warp_of_thread() * Select::kRow + Select::place_of_lane();
-    if (warp_of_thread() < slice.rows) load_group(first, scores, place, slice.last_group);
+    slice.from = kPooled ? 0 : slice.begin;
+    slice.to = kPooled ? candidates(p, list.request) : slice.end;
+    const int32_t origin =
+        slice.begin - static_cast<int32_t>((reinterpret_cast<uintptr_t>(slice.scores) / 4 + slice.begin) % 32);
+    const int32_t words = (slice.end - origin + 31) / 32;
+    const int32_t share = (words + (1 << shape.cluster_bits) - 1) >> shape.cluster_bits;
+    slice.first = origin + 32 * cta * share;
+    slice.words = larger(smaller(share, words - cta * share), 0);
     if (threadIdx.x == 0) shared.quota = quota, shared.slice = slice;  // registers are scarce
-    shared.sample_keys[threadIdx.x] = sample_key<kReach>(slice, scores);
-    __syncthreads();
     const uint32_t rank = quota.free;
-    if (threadIdx.x < kBracketThreads) bracket(shared, __fdividef(rank, quota.end - quota.begin));
+    Sample sample;
+    if (threadIdx.x < kSamples) sample.load<kPooled>(slice);
+    prefetch_pages(p, slice);
+    const Margins margins(__fdividef(rank, quota.end - quota.begin));
+    if (threadIdx.x < kSamples) {
+      const uint32_t key = sample.key<kPooled>(slice);
+      const uint32_t least = __reduce_min_sync(kAllLanes, key ? key : kAllLanes);
+      const uint32_t most = __reduce_max_sync(kAllLanes, key);
+      shared.sample_keys[threadIdx.x] = key;
+      if (lane_of_thread() == 0) shared.warp_least[warp_of_thread()] = least, shared.warp_most[warp_of_thread()] = most;
+    }
+    // Not before the sample is there, which would wait for them.
+    float first[kRowWords];
+    if (kRowWords * warp_of_thread() < slice.words) load_row(first, slice, warp_of_thread());
+    prefetch_scores(slice);
     __syncthreads();
-    Interval interval = shared.interval;
-    if (interval.low == interval.high) --interval.low, ++interval.high;
+    if (threadIdx.x < kBracketThreads) {
+      const Interval interval = bracket(shared, margins);
+      if (threadIdx.x == 0) shared.bracket = interval;
+    }
+    __syncthreads();
+    const Interval interval = shared.bracket;
     const Arrays arrays(&shared + 1, shape);
-    Select select = {p,
-                     shared,
-                     arrays,
-                     shared.slice,
-                     memory,
-                     1u << shape.cluster_bits,
-                     static_cast<uint32_t>(cta),
-                     most_listed(shape.turns)};
+    Selector<kPooled> select = {
+        p, shared, arrays, shared.slice, 1u << shape.cluster_bits, static_cast<uint32_t>(cta), most_listed(shape)};
     await_cluster();
     taken = select.find_threshold(first, interval, rank);
     quota = shared.quota;
-    select.emit(output(p, wave, shape) + quota.head);
+    select.mark();
+    write_chosen<kPooled>(p, shared, arrays, shared.slice, output(p, wave, shape) + quota.head);
   } else {
     await_cluster();
   }
 
   // Forced tokens, padding and the length, shared by the cluster: by its last warps first, which have written least.
   int32_t* const out = output(p, wave, shape);
-  const int32_t step = kThreads << shape.cluster_bits, first = (cta + 1) * kThreads - 1 - threadIdx.x;
+  const int32_t step = threads() << shape.cluster_bits, first = (cta + 1) * threads() - 1 - threadIdx.x;
   const int32_t before_tail = quota.head + static_cast<int32_t>(taken), count = before_tail + quota.tail;
 #pragma unroll 1
   for (int32_t i = first; i < quota.head; i += step) out[i] = written_for(p, list.request, i);

@@ -11,14 +11,16 @@ namespace vegas_ops::selection::hopper {
 
 constexpr int kBins = 256;  // of an interval; the last counts what lies above
 constexpr int kAbove = kBins - 1;
-constexpr uint32_t kOverflow = 1u << 23;  // in that count: a warp had no room; more than a list has scores
+constexpr int kCountBits = 17;  // of a count, for places of a slice; those above it count listed scores
+constexpr uint32_t kCounted = (1u << kCountBits) - 1;
+constexpr uint32_t kOverflow = 1u << kCountBits;  // added to the last bin: a CTA had no room for its scores
+constexpr int kSamples = 512;                     // no more than threads
 constexpr int kSampleBits = 10;
 constexpr int kSampleBins = 1 << kSampleBits;
-constexpr int kBracketThreads = 128;   // that look at the sample
-constexpr int kRanked = kThreads / 4;  // keys that are compared one with another
-constexpr int kMostTurns = 36;
-constexpr int kFewTurns = 18;                  // two CTAs fit into a multiprocessor, in clusters of up to 8
-constexpr int kMostListed = 640;               // scores inside the bracket, by warp; twice as many with more turns
+constexpr int kBracketThreads = 256;           // that look at the sample
+constexpr int kRanked = 128;                   // keys that are compared one with another
+constexpr int kRecent = 1024;                  // listed scores that are found by their places
+constexpr int kMostListed = 512;               // scores inside the bracket, by warp
 constexpr uint32_t kLowestKey = 0x00800000u;   // of -FLT_MAX
 constexpr uint32_t kHighestKey = 0xff800000u;  // of +inf
 
@@ -27,6 +29,7 @@ constexpr uint32_t kHighestKey = 0xff800000u;  // of +inf
 struct Shape {
   int32_t cluster_bits;
   int32_t turns;
+  int32_t warps;
 };
 
 struct Interval {  // of keys, both ends excluded
@@ -34,36 +37,41 @@ struct Interval {  // of keys, both ends excluded
   uint32_t high;
 };
 
-// The bin of the rank-th key.
+// The bin of the rank-th place.
 struct Found {
   uint32_t bin;
   uint32_t rank;     // within it
-  uint32_t count;    // of its keys
+  uint32_t count;    // of its places
   uint32_t earlier;  // of these, in earlier slices
+  uint32_t listed;   // scores whose places they are
+  uint32_t earlier_listed;
 };
 
 struct Listed {
   uint32_t score;  // its bits, later its key
-  uint32_t mask;   // the word and the bit that stand for it
+  uint32_t bit;    // that stands for it, and 2^20 times the places of whose windows it is the maximum
 };
+constexpr int kWeightShift = 20;
 
 struct alignas(16) Shared {
   uint32_t sample[kSampleBins];
-  uint32_t sample_keys[kThreads];
+  uint32_t sample_keys[kSamples];
   uint32_t histogram[kBins];
-  uint32_t ranked[kRanked];              // received: keys of the threshold's bin
+  uint2 own[kRanked];                    // keys of the threshold's bin, and how many places each has
+  uint2 ranked[kRanked];                 // received: those of all CTAs
   uint32_t received_least[kMaxCluster];  // received, where these are too many: the extremes of every CTA's
   uint32_t received_most[kMaxCluster];
-  uint8_t row_totals[kMostTurns * kWarps];
-  uint32_t warp_least[kBracketThreads / 32];
-  uint32_t warp_most[kBracketThreads / 32];
-  uint32_t warp_sums[kBracketThreads / 32];
+  uint32_t warp_least[kWarps];
+  uint32_t warp_most[kWarps];
+  uint32_t warp_sums[kWarps];
+  int32_t num_listed[kWarps];  // scores inside the interval, by warp
   Mailbox count_mail;
   Mailbox key_mail;
   Quota quota;
   Slice slice;
   Found found;
-  Interval interval;
+  Interval interval;  // found
+  Interval bracket;
   uint32_t low_bin;
   uint32_t high_bin;
   int32_t before;  // keys of the sample above the one, and through the other
@@ -75,38 +83,50 @@ struct alignas(16) Shared {
   uint32_t least;
   uint32_t most;
   uint32_t num_own;
+  uint32_t num_chosen;
   uint32_t threshold;
   uint32_t ties;
   uint32_t all_equal;
 };
 
+__host__ __device__ constexpr int most_listed(const Shape& shape) {
+  return kRow * shape.turns < kMostListed ? kRow * shape.turns : kMostListed;
+}
+
+// Room for the words of a slice, that before, and one that is read but does not count after.
+__host__ __device__ constexpr int most_words(const Shape& shape) { return kRowWords * shape.warps * shape.turns + 8; }
+
 // Then, by the launch's shape:
 struct Arrays {
   uint32_t* histograms;  // (ctas, kBins), received
-  uint4* above;          // (rows,): bit l of word i for place 4 l + i of a row; later of the chosen
-  uint4* equal;          // (rows,): of scores inside an interval of one key, later of those equal to the threshold
-  Listed* listed;        // (kWarps, most_listed)
+  uint32_t* inside;      // (words,): scores inside the interval
+  uint32_t* above;       // scores above the interval, later the threshold
+  uint32_t* selectable;  // scores that are
+  uint32_t* ranked;      // places that are, and selectable
+  uint32_t* open;        // of these, those with no score above the interval in their window
+  uint32_t* equal;       // in the same memory: scores equal to the threshold
+  Listed* recent;        // (kRecent,): of the listed, the last of those whose places are equal modulo kRecent
+  Listed* listed;        // (warps, most_listed)
   uint16_t* gathered;    // in the same memory: places of the chosen
 
   __device__ __forceinline__ Arrays(void* from, const Shape& shape) {
     histograms = static_cast<uint32_t*>(from);
-    above = reinterpret_cast<uint4*>(histograms + (kBins << shape.cluster_bits));
-    equal = above + kWarps * shape.turns;
-    listed = reinterpret_cast<Listed*>(equal + kWarps * shape.turns);
+    inside = histograms + (kBins << shape.cluster_bits);
+    above = inside + most_words(shape);
+    selectable = above + most_words(shape);
+    ranked = selectable + most_words(shape);
+    open = equal = ranked + most_words(shape);
+    recent = reinterpret_cast<Listed*>(open + most_words(shape));
+    listed = recent + kRecent;
     gathered = reinterpret_cast<uint16_t*>(listed);
   }
 };
 
-__host__ __device__ constexpr int most_listed(int turns) {
-  const int most = turns > kFewTurns ? 2 * kMostListed : kMostListed;
-  return 128 * turns < most ? 128 * turns : most;
-}
-
 __host__ __device__ constexpr int shared_bytes(const Shape& shape) {
-  const int listed = kWarps * most_listed(shape.turns) * static_cast<int>(sizeof(Listed));
-  const int gathered = kWarps * 128 * shape.turns * 2;
-  return static_cast<int>(sizeof(Shared)) + (kBins * 4 << shape.cluster_bits) + shape.turns * kWarps * 32 +
-         (listed > gathered ? listed : gathered);
+  const int listed = shape.warps * most_listed(shape) * static_cast<int>(sizeof(Listed));
+  const int gathered = shape.warps * shape.turns * kRow * 2;
+  return static_cast<int>(sizeof(Shared)) + (kBins * 4 << shape.cluster_bits) + 5 * 4 * most_words(shape) +
+         kRecent * static_cast<int>(sizeof(Listed)) + (listed > gathered ? listed : gathered);
 }
 
 // ---- keys and bins --------------------------------------------------------------------------------------------------
@@ -139,56 +159,88 @@ __device__ __forceinline__ Interval bin_of(const Interval& interval, uint32_t bi
 
 __device__ __forceinline__ bool is_one_key(const Interval& interval) { return interval.high - interval.low == 2; }
 
-__device__ __forceinline__ uint32_t popc(const uint4& words) {
-  return __popc(words.x) + __popc(words.y) + __popc(words.z) + __popc(words.w);
-}
-
 // ---- the bracket ----------------------------------------------------------------------------------------------------
 
-// The key of a thread's sample, the last of a group somewhere in the thread's share of the list; 0 where that is not
-// ranked.
-template <int kReach>
-__device__ __forceinline__ uint32_t sample_key(const Slice& slice, const float* scores) {
-  const uint32_t jitter = threadIdx.x * 0x9e3779b1u >> kThreadBits;
-  const uint32_t count = slice.end - slice.begin;
-  const int32_t drawn = slice.begin + __umulhi(threadIdx.x << (32 - kThreadBits) | jitter, count);
-  const int32_t group = drawn - ((drawn - slice.first) & 3), place = group + 3;
-  constexpr int kEarlier = kReach > 7 ? 8 : kReach > 3 ? 4 : 0;
-  if (place < slice.begin || place >= smaller(slice.end, slice.length) || group < kEarlier) return 0;
-  const float4* const at = reinterpret_cast<const float4*>(scores + group);
-  const float itself = scores[place - slice.after];
-  float most = Tails(at[0]).of[kReach < 3 ? kReach : 3];
-  if (kReach > 3) most = fmaxf(most, Tails(at[-1]).of[kReach < 7 ? kReach - 4 : 3]);
-  if (kReach > 7) most = fmaxf(most, at[-2].w);
-  return itself > negative_infinity() ? order_key(__float_as_uint(most)) : 0;
-}
+// The score of a thread's sample, in two steps, so that others are loaded meanwhile: somewhere in the thread's share of
+// the list, at the last place of a group of 4 or 8.
+struct Sample {
+  static constexpr int kGroups = 3;  // whose scores are there after the first step: for windows of up to 12
+  int32_t place;
+  float4 groups[kGroups];
+
+  template <bool kPooled>
+  __device__ __forceinline__ void load(const Slice& slice) {
+    const uint32_t jitter = threadIdx.x * 0x9e3779b1u >> 9, count = slice.end - slice.begin;
+    const int32_t drawn = slice.begin + __umulhi(threadIdx.x << 23 | jitter, count);
+    constexpr int kLast = kPooled ? 7 : 3;  // most windows are in a sector of memory
+    place = drawn - ((drawn - slice.first) & kLast) + kLast;
+    if (place < slice.begin || place >= smaller(slice.end, slice.to) || place < slice.from + (slice.reach | kLast)) {
+      place = -1;
+      return;
+    }
+    groups[0] = group(slice, 0);
+    if (kPooled) groups[1] = group(slice, 1);
+    if (kPooled && slice.reach > 7) groups[2] = group(slice, 2);
+  }
+
+  __device__ __forceinline__ float4 group(const Slice& slice, int i) const {
+    return *reinterpret_cast<const float4*>(slice.at(place - 3 - 4 * smaller(i, slice.reach / 4)));
+  }
+
+  // 0 where the place is not ranked.
+  template <bool kPooled>
+  __device__ __forceinline__ uint32_t key(const Slice& slice) const {
+    if (place < 0) return 0;
+    float most = groups[0].w;
+    if (kPooled) {
+      const float itself = slice.after == 0 ? most : *slice.at(place - slice.after);
+      if (!(itself > negative_infinity())) return 0;
+      const auto add = [&](const float4& x, int i) {
+        const float scores[4] = {x.w, x.z, x.y, x.x};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (4 * i + j <= slice.reach) most = fmaxf(most, scores[j]);
+        }
+      };
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) add(groups[i], i);
+#pragma unroll 1
+      for (int i = kGroups; 4 * i <= slice.reach; ++i) add(group(slice, i), i);
+    }
+    return order_key(__float_as_uint(most));
+  }
+};
 
 __device__ __forceinline__ void synchronize_bracket() {
   asm volatile("bar.sync 1, %0;" ::"n"(kBracketThreads) : "memory");
 }
 
-// Keys of the sample between which the threshold of a list probably lies: ranks three deviations around the expected
-// one, which is `share` of the sample. By kBracketThreads threads, into shared.interval.
-__device__ __forceinline__ void bracket(Shared& shared, float share) {
+// Ranks in the sample around that of the threshold: four deviations better, where that is one, and worse.
+struct Margins {
+  int32_t upper;
+  int32_t lower;
+
+  // For a threshold of which `share` of the sample is expected to be better.
+  __device__ __forceinline__ explicit Margins(float share) {
+    const float expected = share * kSamples, variance = expected * (1 - share) + 1e-6f;
+    const float margin = 4 * variance * rsqrtf(variance) + 2;
+    upper = static_cast<int32_t>(expected - margin);
+    lower = static_cast<int32_t>(expected + margin) + 1;
+  }
+};
+
+// Keys of the sample between which the threshold of a list probably lies. By kBracketThreads threads.
+__device__ __forceinline__ Interval bracket(Shared& shared, const Margins& margins) {
   const int lane = lane_of_thread(), warp = warp_of_thread();
-  const float expected = share * kThreads, variance = expected * (1 - share) + 1e-6f;
-  const float margin = 3 * variance * rsqrtf(variance) + 2;
-  const int32_t upper = static_cast<int32_t>(expected - margin);
-  const int32_t lower = static_cast<int32_t>(expected + margin) + 1;
-  const uint4 own = reinterpret_cast<const uint4*>(shared.sample_keys)[threadIdx.x];
-  const uint32_t keys[4] = {own.x, own.y, own.z, own.w};
-  uint32_t least = kAllLanes, most = 0;
+  const int32_t upper = margins.upper, lower = margins.lower;
+  constexpr int kOwnKeys = kSamples / kBracketThreads, kOwnBins = kSampleBins / kBracketThreads;
+  uint32_t keys[kOwnKeys];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) least = min(least, keys[i] ? keys[i] : kAllLanes), most = max(most, keys[i]);
-  least = __reduce_min_sync(kAllLanes, least);
-  most = __reduce_max_sync(kAllLanes, most);
-  if (lane == 0) shared.warp_least[warp] = least, shared.warp_most[warp] = most;
-  if (threadIdx.x == 0) shared.interval = {kLowestKey - 1, kHighestKey + 1};
-  synchronize_bracket();
-  least = __reduce_min_sync(kAllLanes, shared.warp_least[lane & 3]);
-  most = __reduce_max_sync(kAllLanes, shared.warp_most[lane & 3]);
-  if (most == 0) return;
-  const bool has_high = upper > 0;
+  for (int i = 0; i < kOwnKeys; ++i) keys[i] = shared.sample_keys[threadIdx.x + i * kBracketThreads];
+  const bool drawn = lane < kSamples / 32;
+  uint32_t least = __reduce_min_sync(kAllLanes, drawn ? shared.warp_least[lane] : kAllLanes);
+  uint32_t most = __reduce_max_sync(kAllLanes, drawn ? shared.warp_most[lane] : 0);
+  if (most == 0) return {kLowestKey - 1, kHighestKey + 1};
   int32_t above = 0;  // keys of the sample that a closer look leaves aside
   for (int look = 0;; ++look) {
     // At first the scores nearest to zero, 12 octaves below the largest, pass for zero: half of all keys are smaller.
@@ -201,55 +253,50 @@ __device__ __forceinline__ void bracket(Shared& shared, float share) {
     };
     const uint32_t origin = position(least);
     const int shift = bin_shift(position(most) - origin, kSampleBins - 1, kSampleBits);
-    uint32_t bins[4];
+    uint32_t bins[kOwnKeys];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kOwnKeys; ++i) {
       const bool counts = keys[i] >= least && keys[i] <= most;
       bins[i] = counts ? position(keys[i]) - origin >> shift : kAllLanes;
       if (counts) atomicAdd(&shared.sample[bins[i]], 1u);
     }
     synchronize_bracket();
-    constexpr int kOwn = kSampleBins / kBracketThreads;
-    uint32_t counts[kOwn], sum = 0;
-#pragma unroll
-    for (int i = 0; i < kOwn; i += 4) {
-      uint4& four = reinterpret_cast<uint4*>(shared.sample)[(kSampleBins - kOwn * threadIdx.x - i) / 4 - 1];
-      counts[i] = four.w, counts[i + 1] = four.z, counts[i + 2] = four.y, counts[i + 3] = four.x;
-      four = make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) sum += counts[i];
-    const uint32_t inclusive = warp_scan(sum);
+    uint4& four = reinterpret_cast<uint4*>(shared.sample)[kBracketThreads - 1 - threadIdx.x];
+    const uint32_t counts[kOwnBins] = {four.w, four.z, four.y, four.x};  // the best first
+    four = make_uint4(0, 0, 0, 0);
+    const uint32_t sum = counts[0] + counts[1] + counts[2] + counts[3], inclusive = warp_scan(sum);
     if (lane == 31) shared.warp_sums[warp] = inclusive;
     synchronize_bracket();
-    const uint32_t warp_sum = shared.warp_sums[lane & 3];
+    const uint32_t warp_sum = lane < kBracketThreads / 32 ? shared.warp_sums[lane] : 0;
     int32_t through = above + inclusive - sum + __reduce_add_sync(kAllLanes, lane < warp ? warp_sum : 0);
-    const int32_t all = above + __reduce_add_sync(kAllLanes, lane < 4 ? warp_sum : 0);
+    const int32_t all = above + __reduce_add_sync(kAllLanes, warp_sum);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kOwnBins; ++i) {
       const int32_t before = through;
       through += counts[i];
-      const uint32_t bin = kSampleBins - 1 - kOwn * threadIdx.x - i;
+      const uint32_t bin = kSampleBins - 1 - kOwnBins * threadIdx.x - i;
       if (before < upper && upper <= through) shared.high_bin = bin, shared.before = before, shared.interval.high = 0;
       if (before < lower && lower <= through)
         shared.low_bin = bin, shared.through = through, shared.interval.low = kAllLanes;
     }
     synchronize_bracket();
-    const bool has_low = lower <= all;
+    const bool has_low = lower <= all, has_high = upper > 0 && upper <= all;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kOwnKeys; ++i) {
       if (has_high && bins[i] == shared.high_bin) atomicMax(&shared.interval.high, keys[i]);
       if (has_low && bins[i] == shared.low_bin) atomicMin(&shared.interval.low, keys[i]);
     }
     const int32_t last = has_low ? shared.through : all;
     above = has_high ? shared.before : above;
+    synchronize_bracket();
+    const Interval found = {has_low ? shared.interval.low : kLowestKey - 1,
+                            has_high ? shared.interval.high : kHighestKey + 1};
+    most = has_high ? found.high : most;
+    least = has_low ? found.low : least;
     // Where few bins hold nearly all, as with an outlier, these deserve a closer look.
-    if (last - above <= lower - larger(upper, 0) + kThreads / 16 || look == 2) break;
-    synchronize_bracket();
-    if (has_high) most = shared.interval.high;
-    if (has_low) least = shared.interval.low;
-    if (most == least) break;
-    synchronize_bracket();
+    if (last - above <= lower - larger(upper, 0) + kSamples / 16 || look == 2 || most == least) {
+      return found.low == found.high ? Interval{found.low - 1, found.high + 1} : found;
+    }
   }
 }
 

@@ -39,6 +39,18 @@ struct Mailbox {
     }
   }
 
+  __device__ __forceinline__ void send(uint2* to, uint32_t cta, const uint2& words, bool alone) {
+    if (alone) {
+      *to = words;
+      return;
+    }
+    const uint32_t address = cute::set_block_rank(cute::cast_smem_ptr_to_uint(to), cta);
+    const uint32_t remote = cute::set_block_rank(cute::cast_smem_ptr_to_uint(&barrier), cta);
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(address),
+                 "r"(words.x), "r"(words.y), "r"(remote)
+                 : "memory");
+  }
+
   __device__ __forceinline__ void send(uint4* to, uint32_t cta, const uint4& words, bool alone) {
     if (alone) {
       *to = words;

@@ -1,4 +1,4 @@
-// The part of a list that a CTA reads: where it lies, and how windows are pooled on its way through registers.
+// The part of a list that a CTA reads, and sets of its places as bits: pooling a window is widening such a set.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,101 +7,125 @@
 
 namespace vegas_ops::selection::hopper {
 
-constexpr int kThreadBits = 9;
-constexpr int kThreads = 1 << kThreadBits;
+constexpr int kThreads = 1024;  // of a CTA at most
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxCluster = kWarps;  // a warp sends a histogram to one CTA
-constexpr int kGroup = 4;            // neighbouring places of a lane: 16 bytes
-constexpr int kMaxReach = 8;         // pool_before + pool_after: what the two groups before a score hold
+constexpr int kMaxCluster = 16;
+constexpr int kRowWords = 8;          // that a warp reads at a time
+constexpr int kRow = 32 * kRowWords;  // places of a row
+constexpr int kMostWords = 2048;      // of a slice, whose places have 16 bits
+constexpr int kMostShare = 4;         // of these, by thread
+constexpr int kMaxReach = 31;         // pool_before + pool_after
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// A warp reads a row at a time. Where windows are pooled, its first lanes read groups of the row before.
-constexpr int halo_lanes(int reach) { return reach > 0 ? 2 : 0; }
-constexpr int row_places(int reach) { return kGroup * (32 - halo_lanes(reach)); }
-
 // The part of a list that a CTA owns. Places are those of the last score in a pooled window: a candidate's position
-// plus `after`. Groups of 4 places from `first` on lie at multiples of 16 bytes.
+// plus `after`. A word has a bit for each of 32 neighbouring places; word 0 is the one before the slice, whose scores
+// windows reach.
 struct Slice {
-  int64_t offset;  // of the list's first score
+  const float* scores;  // of the list
   int32_t request;
-  int32_t length;  // of the scores
-  int32_t width;   // of their row in memory
+  int32_t reach;
   int32_t after;
+  int32_t from;  // places of the list whose scores count
+  int32_t to;
   int32_t begin;  // places of the list that are ranked
   int32_t end;
-  int32_t first;
-  int32_t rows;        // the warps take turns
-  int32_t last_group;  // the place of the last group that the list's memory holds whole
+  int32_t first;  // place of word 1, at a multiple of 128 bytes
+  int32_t words;  // from word 1 on
+
+  __device__ __forceinline__ const float* at(int32_t place) const {
+    __builtin_assume(__isGlobal(scores));
+    return scores + place;
+  }
+  __device__ __forceinline__ int32_t place_of(int32_t bit) const { return first - 32 + bit; }
+  __device__ __forceinline__ int32_t stop() const { return first + 32 * words; }
 };
 
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
 __device__ __forceinline__ int warp_of_thread() { return threadIdx.x / 32; }
 __device__ __forceinline__ int lane_of_thread() { return threadIdx.x % 32; }
+__device__ __forceinline__ int threads() { return blockDim.x; }
+__device__ __forceinline__ int warps() { return blockDim.x / 32; }
 
-// 16 aligned bytes may be read where the list begins within them.
-__device__ __forceinline__ void load_group(float4& group, const float* scores, int32_t place, int32_t last_group) {
-  if (place > -kGroup && place <= last_group) group = *reinterpret_cast<const float4*>(scores + place);
+__device__ __forceinline__ float score_at_place(const Slice& slice, int32_t place) {
+  return place >= slice.from && place < slice.to ? *slice.at(place) : negative_infinity();
 }
 
-// Corrects a group at an end of the list for what lies outside.
-__device__ __forceinline__ void trim_group(float4& group, const Slice& slice, const float* scores, int32_t place) {
-  if (place > slice.last_group && place < slice.width) {
-#pragma unroll 1
-    for (int i = 0; i < kGroup; ++i) {
-      const float score = place + i < slice.width ? scores[place + i] : negative_infinity();
-      group = make_float4(group.y, group.z, group.w, score);
+// The scores of a row of the slice at this lane's places, one in every word.
+__device__ __forceinline__ void load_row(float (&x)[kRowWords], const Slice& slice, int row) {
+  const int32_t from = slice.first + kRow * row, stop = slice.stop();
+  const float* const at = slice.at(from + lane_of_thread());
+  if (from >= slice.from && from + kRow <= smaller(slice.to, stop)) {
+#pragma unroll
+    for (int i = 0; i < kRowWords; ++i) x[i] = at[32 * i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRowWords; ++i) {
+      const int32_t place = from + 32 * i + lane_of_thread();
+      x[i] = place < stop ? score_at_place(slice, place) : negative_infinity();
     }
   }
-  const auto inside = [&](int i) { return static_cast<uint32_t>(place + i) < static_cast<uint32_t>(slice.length); };
-  if (!inside(0)) group.x = negative_infinity();
-  if (!inside(1)) group.y = negative_infinity();
-  if (!inside(2)) group.z = negative_infinity();
-  if (!inside(3)) group.w = negative_infinity();
 }
 
-// Maxima of the last 1, 2, 3 and 4 scores of a group. NaN is ignored beside numbers.
-struct Tails {
-  float of[kGroup];
+// Has the L2 cache ready what warps read from their second row on.
+__device__ __forceinline__ void prefetch_scores(const Slice& slice) {
+  constexpr int kBytes = 4096, kPlaces = kBytes / sizeof(float);
+  const int32_t place = slice.first + kRow * warps() + kPlaces * static_cast<int32_t>(threadIdx.x);
+  if (place < slice.from || place + kPlaces > smaller(slice.to, slice.stop())) return;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(slice.at(place)), "n"(kBytes) : "memory");
+}
 
-  __device__ __forceinline__ explicit Tails(const float4& x) {
-    of[0] = x.w;
-    of[1] = fmaxf(x.z, x.w);
-    of[2] = fmaxf(x.y, of[1]);
-    of[3] = fmaxf(x.x, of[2]);
+// Places whose window contains one of a set.
+__device__ __forceinline__ uint32_t widened(const uint32_t* words, int32_t word, int32_t reach) {
+  uint32_t low = words[word - 1], high = words[word];
+#pragma unroll
+  for (int32_t covered = 1; covered < 32; covered *= 2) {
+    if (covered > reach) break;
+    const int32_t step = smaller(covered, reach + 1 - covered);
+    high |= __funnelshift_l(low, high, step);
+    low |= low << step;
+  }
+  return high;
+}
+
+// Bit i of lane k becomes bit k of lane i.
+struct Transposition {
+  uint32_t halves, bytes, turn[3], keep[3];
+
+  __device__ __forceinline__ Transposition() {
+    const int lane = threadIdx.x % 32;
+    halves = lane & 16 ? 0x3276 : 0x5410;
+    bytes = lane & 8 ? 0x3715 : 0x6240;
+    constexpr uint32_t kLow[3] = {0x0f0f0f0fu, 0x33333333u, 0x55555555u};
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const int step = 4 >> i;
+      turn[i] = lane & step ? 32 - step : step;
+      keep[i] = lane & step ? ~kLow[i] : kLow[i];
+    }
+  }
+
+  __device__ __forceinline__ uint32_t operator()(uint32_t bits) const {
+    bits = __byte_perm(bits, __shfl_xor_sync(kAllLanes, bits, 16), halves);
+    bits = __byte_perm(bits, __shfl_xor_sync(kAllLanes, bits, 8), bytes);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const uint32_t other = __shfl_xor_sync(kAllLanes, bits, 4 >> i);
+      bits = (bits & keep[i]) | (__funnelshift_l(other, other, turn[i]) & ~keep[i]);
+    }
+    return bits;
   }
 };
 
-// Maxima over the last kReach + 1 scores, for the four places of a group, in place.
-template <int kReach>
-__device__ __forceinline__ void pool(float (&x)[kGroup], const Tails& own) {
-  float near[kGroup], far[kGroup];  // the same of the group before, and of the one before that
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    const int count = i + 1;
-    if (count == 4 ? kReach >= 4 : kReach >= count && kReach <= count + 3) {
-      near[i] = __shfl_up_sync(kAllLanes, own.of[i], 1);
-    }
-    if (kReach - 4 >= count && kReach - 4 <= count + 3) far[i] = __shfl_up_sync(kAllLanes, own.of[i], 2);
-  }
-#pragma unroll
-  for (int i = 3; i >= 0; --i) {
-    float most = i == 3 && kReach >= 3 ? own.of[3] : x[i];
-#pragma unroll
-    for (int back = 1; back <= i && back <= kReach && (i < 3 || kReach < 3); ++back) most = fmaxf(most, x[i - back]);
-    const int missing = kReach - i;
-    if (missing > 0) most = fmaxf(most, near[missing < 4 ? missing - 1 : 3]);
-    if (missing > 4) most = fmaxf(most, far[missing - 5]);
-    x[i] = most;
-  }
+__device__ __forceinline__ uint32_t bits_from(int32_t bit) {
+  return bit <= 0 ? kAllLanes : bit < 32 ? kAllLanes << bit : 0;
 }
 
-// Replaces what says whether a place is selectable, its score, by that `after` places earlier.
-__device__ __forceinline__ void delay(float (&itself)[kGroup], int32_t after) {
-  const float low = negative_infinity();
-  uint32_t bits = (itself[3] > low) | (itself[2] > low) << 1 | (itself[1] > low) << 2 | (itself[0] > low) << 3;
-  bits |= __shfl_up_sync(kAllLanes, bits, 1) << 4 | __shfl_up_sync(kAllLanes, bits, 2) << 8;
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) itself[i] = bits >> after & (8 >> i) ? 0 : low;
+// Ranked places of a word, given which scores are selectable.
+__device__ __forceinline__ uint32_t ranked_places(const Slice& slice, const uint32_t* selectable, int32_t word,
+                                                  int32_t after) {
+  const int32_t from = slice.place_of(32 * word);
+  return __funnelshift_l(selectable[word - 1], selectable[word], after) & bits_from(slice.begin - from) &
+         ~bits_from(smaller(slice.end, slice.stop()) - from);
 }
 
 }  // namespace vegas_ops::selection::hopper
