@@ -52,6 +52,8 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
     const int first_key = s.request.first_key;
     const int end_key = s.request.end_key;
     const int first_seen = s.first_seen;
+    // Several row tiles read the same keys, which then stay in the cache.
+    const bool read_once = s.packed_rows <= T::kRows;
     // Tiles in [boxed_begin, boxed_end) may come as boxes.
     const int boxed_begin = num_boxes > 0 ? ceil_div(max(first_seen - first_key, 0), T::kTileKeys) : INT_MAX;
     const int boxed_end = (end_key - first_key) / T::kTileKeys;
@@ -114,6 +116,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
           ClusterTransactionBarrier::arrive(full);
         }
         __syncwarp();
+        const auto hint = read_once ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL;
         // One lane issues a batch in a straight line: a loop over boxes takes longer than memory does.
         constexpr int kBatch = 4;
 #pragma unroll 1
@@ -132,7 +135,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
 #pragma unroll
             for (int block = 0; block < Tile::kBlocks; ++block) {
               cute::SM90_TMA_LOAD_4D::copy(
-                  values ? &boxes.v : &boxes.k, full, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                  values ? &boxes.v : &boxes.k, full, static_cast<uint64_t>(hint),
                   target + (block * T::kTileKeys + (first_box + i) * boxes.box) * Tile::kBlockBytes,
                   block * Tile::kBlockColumns, kv_head, slots[i], pages[i]);
             }
