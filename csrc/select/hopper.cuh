@@ -514,6 +514,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t rank = quota.free;
     Sample sample;
     if (threadIdx.x < kSamples) sample.load<kPooled>(slice);
+    float first[kRowWords];
+    if (kRowWords * warp_of_thread() < slice.words) load_row(first, slice, warp_of_thread());
     prefetch_pages(p, slice);
     const Margins margins(__fdividef(rank, quota.end - quota.begin));
     if (threadIdx.x < kSamples) {
@@ -523,10 +525,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       shared.sample_keys[threadIdx.x] = key;
       if (lane_of_thread() == 0) shared.warp_least[warp_of_thread()] = least, shared.warp_most[warp_of_thread()] = most;
     }
-    // Not before the sample is there, which would wait for them.
-    float first[kRowWords];
-    if (kRowWords * warp_of_thread() < slice.words) load_row(first, slice, warp_of_thread());
-    prefetch_scores(slice);
     __syncthreads();
     if (threadIdx.x < kBracketThreads) {
       const Interval interval = bracket(shared, margins);

@@ -66,14 +66,6 @@ __device__ __forceinline__ void load_row(float (&x)[kRowWords], const Slice& sli
   }
 }
 
-// Has the L2 cache ready what warps read from their second row on.
-__device__ __forceinline__ void prefetch_scores(const Slice& slice) {
-  constexpr int kBytes = 4096, kPlaces = kBytes / sizeof(float);
-  const int32_t place = slice.first + kRow * warps() + kPlaces * static_cast<int32_t>(threadIdx.x);
-  if (place < slice.from || place + kPlaces > smaller(slice.to, slice.stop())) return;
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(slice.at(place)), "n"(kBytes) : "memory");
-}
-
 // Places whose window contains one of a set.
 __device__ __forceinline__ uint32_t widened(const uint32_t* words, int32_t word, int32_t reach) {
   uint32_t low = words[word - 1], high = words[word];
