@@ -22,6 +22,9 @@ struct HeadTraits {
   static constexpr int kTileBytes = kTileKeys * kSegments * 16;
   static constexpr int kStageBytes = 2 * kTileBytes;  // K and V
   static constexpr int kSteps = kHeadDim / 16;
+  // Parts of 32 keys that are looked up at once, and partial results that are on their way: registers are short.
+  static constexpr int kParts = kHeadDim == 64 ? 3 : kHeadDim == 128 && kHeadTiles == 1 ? 2 : 1;
+  static constexpr int kChunkBatch = kHeadDim == 64 || kHeadTiles == 2 ? 4 : 8;
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head dimensions are padded to 64, 128 or 256");
 };
 

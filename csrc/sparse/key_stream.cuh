@@ -39,15 +39,17 @@ struct WarpPart {
   }
 };
 
-// Keys are looked up in blocks of up to two tiles, a lane per key. Reading the list, reading the table and copying are
-// one block apart, so that none of them waits for the one before.
+// Keys are looked up a lane per key, in blocks of as many tiles as fill the stages. Reading the list, reading the table
+// and copying are one block apart, so that none of them waits for the one before.
 template <class T>
 struct KeyStream {
+  static constexpr int kParts = T::kParts;  // of a block, 32 keys each
+
   const VegasSparseParams& p;
   const SparsePlan& plan;
   SegmentWalk walk;  // at the segment of the fetched block
   WarpPart part;     // of the segment: what is not fetched
-  int listed;        // entries of the KV head's list
+  int listed;        // entries of the KV head's list, not clamped
   char* stages;
   uint32_t* valid;  // (stage,): which keys of its tile are there
   int num_stages;
@@ -57,20 +59,24 @@ struct KeyStream {
   int read_stage;
   // The block whose entries are on their way, then the one whose pages are, then the one that is copied.
   int fetched_tiles;
-  int entry;  // slot or position; -1: none
-  const int32_t* entry_source;
-  const int32_t* page_source;
-  bool fetched_once;  // by prepare()
-  bool is_slot;
+  int entry[kParts];   // slot or position; -1: none
+  uint32_t are_slots;  // a bit per part
   int looked_tiles;
-  int page;
-  int slot;
+  int page[kParts];
+  int slot[kParts];
   int head;
   int ready_tiles;
-  int taken;          // of these
-  int64_t offset[2];  // of K and V
+  int taken;  // of these
+  int ready_page[kParts];
+  int ready_slot[kParts];
+  int ready_head;
+  int64_t offset[2];  // of K and V, of the part that is copied
   uint32_t there;
   bool ended;
+  // What prepare() read.
+  bool fetched_once;
+  const int32_t* entry_source[kParts];
+  const int32_t* page_source[kParts];
 
   __device__ KeyStream(const SegmentWalk& first, char* stage_bytes, uint32_t* valid_masks, int stage_count, int log2)
       : p(first.p),
@@ -84,12 +90,6 @@ struct KeyStream {
         to_issue(stage_count),
         issue_stage(0),
         read_stage(0),
-        fetched_tiles(0),
-        entry(-1),
-        entry_source(nullptr),
-        page_source(nullptr),
-        fetched_once(false),
-        is_slot(false),
         looked_tiles(0),
         ready_tiles(0),
         taken(0),
@@ -102,13 +102,15 @@ struct KeyStream {
     fetch();
     look_up();
     resolve();
-    fetched_once = fetched_tiles > 0;
-    looked_tiles = fetched_tiles = 0;
+    fetched_once = ready_tiles > 0;
+    fetched_tiles = 0;
   }
 
-  // Brings the rows of the block that prepare() has looked up into the L2 cache, which returns nothing and so is never
-  // too early.
-  __device__ __forceinline__ void bring() const {
+  // Brings the rows of the first keys that prepare() has looked up into the L2 cache, which returns nothing and so is
+  // never too early.
+  __device__ __forceinline__ void bring() {
+    if (ready_tiles == 0) return;
+    open(0);
     if (!(there >> (threadIdx.x % 32) & 1)) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -120,44 +122,68 @@ struct KeyStream {
     }
   }
 
-  // Whether what prepare() read has changed since.
-  __device__ __forceinline__ bool is_stale() const {
-    bool changed = !(walk.looked_up == walk.first_request(p, plan));
-    if (fetched_once) {
-      changed = changed || listed != listed_of_head();
-      if (entry_source) changed = changed || *entry_source != entry;
-      if (page_source) changed = changed || *page_source != page;
-    }
-    return __any_sync(0xffffffffu, changed);
-  }
+  // What prepare() read, as it is now.
+  struct Current {
+    LookedUp looked_up;
+    int listed;
+    int entry[kParts];
+    int page[kParts];
 
-  __device__ __forceinline__ int listed_of_head() const {
-    if (p.topk_length_stride_head == 0 || walk.lengths.listed == 0) return walk.lengths.listed;
-    return min(max(walk.lengths.count_of(p, walk.request, walk.kv_head()), 0), p.max_k);
+    __device__ __forceinline__ explicit Current(const KeyStream& s) : looked_up(s.p), listed(s.listed) {
+      const int32_t* own = s.fetched_once ? s.count_source() : nullptr;
+      if (own) listed = load_current(own);
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        entry[i] = s.entry_source[i] ? load_current(s.entry_source[i]) : s.entry[i];
+        page[i] = s.page_source[i] ? load_current(s.page_source[i]) : s.page[i];
+      }
+    }
+    __device__ __forceinline__ bool differs(const KeyStream& s) const {
+      bool changed = s.walk.looked_up != looked_up;
+      changed = changed || (s.fetched_once && listed != s.listed);
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) changed = changed || s.entry[i] != entry[i] || s.page[i] != page[i];
+      return __any_sync(0xffffffffu, changed);
+    }
+  };
+
+  // The count of a list that is not all heads' list.
+  __device__ __forceinline__ const int32_t* count_source() const {
+    if (p.topk_length_stride_head == 0 || walk.lengths.listed == 0) return nullptr;
+    return RequestWords::count_source(p, walk.request, walk.kv_head());
   }
 
   // Starts reading what names the keys of the next block.
   __device__ __forceinline__ void fetch() {
     fetched_tiles = 0;
-    entry = -1;
-    entry_source = nullptr;
-    is_slot = false;
+    are_slots = 0;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      entry[i] = -1;
+      entry_source[i] = nullptr;
+    }
 #pragma unroll 1
     while (part.tiles == 0) {
       if (!walk.next()) return;
       part = WarpPart(walk, warps_log2);
-      listed = listed_of_head();
+      const int32_t* own = count_source();
+      listed = own ? load_current(own) : walk.lengths.listed;
     }
-    fetched_tiles = min(2, part.tiles);
-    const int lane = threadIdx.x % 32;
-    const int i = part.tile * kTileKeys + lane;
-    if (lane < fetched_tiles * kTileKeys && i < walk.lengths.keys_with(listed)) {
-      if (i < listed) {
-        is_slot = p.indices_are_slots;
-        entry_source = p.indices + walk.request * p.indices_stride_batch + walk.kv_head() * p.indices_stride_head + i;
-        entry = *entry_source;
+    fetched_tiles = min(2 * kParts, part.tiles);
+    const int first = part.tile * kTileKeys;
+    const int count = min(max(listed, 0), p.max_k);
+    const int end = min(first + fetched_tiles * kTileKeys, walk.lengths.keys_with(count));
+    const int32_t* list = p.indices + walk.request * p.indices_stride_batch + walk.kv_head() * p.indices_stride_head;
+#pragma unroll
+    for (int j = 0; j < kParts; ++j) {
+      const int i = first + 32 * j + static_cast<int>(threadIdx.x % 32);
+      if (i >= end) continue;
+      if (i < count) {
+        entry_source[j] = list + i;
+        entry[j] = load_current(entry_source[j]);
+        are_slots |= p.indices_are_slots ? 1 << j : 0;
       } else {
-        entry = walk.lengths.tail_begin + (i - listed);
+        entry[j] = walk.lengths.tail_begin + (i - count);
       }
     }
     part.tile += fetched_tiles;
@@ -166,59 +192,83 @@ struct KeyStream {
 
   // Starts reading the pages of the fetched block.
   __device__ __forceinline__ void look_up() {
-    const int in_table = plan.page_size.divide(max(entry, 0));
-    page = -1;
-    page_source = nullptr;
-    if (is_slot) {
-      if (entry >= 0) page = in_table;
-    } else if (entry >= walk.lengths.first_seen && entry <= walk.lengths.last_seen) {
-      page_source = p.cache.block_table + walk.request * p.cache.block_table_stride + in_table;
-      page = *page_source;
+    const int32_t* table = p.cache.block_table + walk.request * p.cache.block_table_stride;
+#pragma unroll
+    for (int j = 0; j < kParts; ++j) {
+      const int in_table = plan.page_size.divide(max(entry[j], 0));
+      page[j] = -1;
+      page_source[j] = nullptr;
+      if (are_slots >> j & 1) {
+        if (entry[j] >= 0) page[j] = in_table;
+      } else if (entry[j] >= walk.lengths.first_seen && entry[j] <= walk.lengths.last_seen) {
+        page_source[j] = table + in_table;
+        page[j] = load_current(page_source[j]);
+      }
+      slot[j] = entry[j] - in_table * p.cache.page_size;
     }
-    slot = entry - in_table * p.cache.page_size;
     head = walk.kv_head();
     looked_tiles = fetched_tiles;
   }
 
   __device__ __forceinline__ void resolve() {
-    there = __ballot_sync(0xffffffffu, page >= 0 && page < p.cache.num_pages);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const VegasCacheView& view = i == 0 ? p.cache.k : p.cache.v;
-      offset[i] = (page * view.stride_page + slot * view.stride_token + head * view.stride_head) * T::kCacheBytes;
+    for (int j = 0; j < kParts; ++j) {
+      ready_page[j] = page[j];
+      ready_slot[j] = slot[j];
     }
+    ready_head = head;
     ready_tiles = looked_tiles;
+    looked_tiles = 0;
     taken = 0;
+  }
+
+  // Finds the rows of a part of the ready block.
+  __device__ __forceinline__ void open(int i) {
+    int own_page = ready_page[0];
+    int own_slot = ready_slot[0];
+#pragma unroll
+    for (int j = 1; j < kParts; ++j) {
+      own_page = i == j ? ready_page[j] : own_page;
+      own_slot = i == j ? ready_slot[j] : own_slot;
+    }
+    there = __ballot_sync(0xffffffffu, own_page >= 0 && own_page < p.cache.num_pages);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const VegasCacheView& view = j == 0 ? p.cache.k : p.cache.v;
+      offset[j] =
+          (own_page * view.stride_page + own_slot * view.stride_token + ready_head * view.stride_head) * T::kCacheBytes;
+    }
   }
 
   // Starts the copies of the next tile. Always one group, so that the number of pending groups is known.
   __device__ __forceinline__ void issue() {
-    // The first tile takes three turns, one per step; its copies start before the next block's entries are waited for.
 #pragma unroll 1
-    for (bool copied = ended; !copied;) {
-      if (taken == ready_tiles) resolve();
-      copied = taken < ready_tiles;
-      if (copied) {
-        copy_tile();
-        ++taken;
-        issue_stage = issue_stage + 1 < num_stages ? issue_stage + 1 : 0;
-      }
-      if (taken == ready_tiles) {
-        look_up();
-        fetch();
-        ended = looked_tiles == 0 && fetched_tiles == 0;
-        copied = copied || ended;
-      }
+    while (taken == ready_tiles && !ended) {
+      resolve();
+      look_up();
+      fetch();
+      ended = (ready_tiles | looked_tiles | fetched_tiles) == 0;
     }
+    if (!ended) copy_tile();
     cute::cp_async_fence();
   }
 
-  __device__ __forceinline__ void copy_tile() const {
+  // Starts the copies of what prepare() has looked up.
+  __device__ __forceinline__ void start() {
+#pragma unroll 1
+    for (; to_issue > 0 && taken < ready_tiles; --to_issue) {
+      copy_tile();
+      cute::cp_async_fence();
+    }
+  }
+
+  __device__ __forceinline__ void copy_tile() {
     constexpr int kLanesPerRow = T::kSegments < 32 ? T::kSegments : 32;
     constexpr int kRowsPerPass = 32 / kLanesPerRow;
-    constexpr int kUnroll = T::kHeadDim <= 128 ? 8 : 4;  // registers are short
+    constexpr int kUnroll = T::kHeadDim <= 128 && T::kHeadTiles == 1 ? 8 : 4;  // registers are short
     const int lane = threadIdx.x % 32;
-    const int first_key = taken * kTileKeys;
+    if (taken % 2 == 0) open(taken / 2);
+    const int first_key = taken % 2 * kTileKeys;
     const uint32_t present = there >> first_key & 0xffff;
     if (lane == 0) valid[issue_stage] = present;
     const int segment = lane % kLanesPerRow;
@@ -239,6 +289,8 @@ struct KeyStream {
             *reinterpret_cast<cute::uint128_t*>(tile + swizzled<T::kSegments>(row, segment)), reads >> pass & 1);
       }
     }
+    ++taken;
+    issue_stage = issue_stage + 1 < num_stages ? issue_stage + 1 : 0;
   }
 
   // Fills the stages that are free and waits for the next tile; returns its stage.

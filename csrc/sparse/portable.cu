@@ -114,6 +114,9 @@ int sparse_portable(const VegasSparseParams& p, void* stream_handle) {
     plan.rows = group.rows;
     plan.pairs = pairs;
     plan.least_tiles = kLeastShare;
+    plan.rounds = ceil_div(p.batch * pairs, teams);
+    plan.most_chunks = plan.rounds * teams / (p.batch * pairs);
+    plan.chunks.set(plan.most_chunks);
     const bool uses_table = p.tail_start || !p.indices_are_slots;
     plan.bound = uses_table && capacity < INT_MAX ? static_cast<int>(capacity) : INT_MAX;
     plan.teams.set(teams);

@@ -104,9 +104,10 @@ struct RowPair {
 
 // Adds the segments of the pair in their order, the CTA's own among them, and clears the others' columns for the next
 // call. The slot of the own one may hold what the CTA left for another pair.
+template <class T>
 __device__ __forceinline__ void add_chunks(const SparsePlan& plan, const Chunks& chunks, int row, int d, int head_dim,
                                            RowPair& sum) {
-  constexpr int kBatch = 8;  // on their way at a time
+  constexpr int kBatch = T::kChunkBatch;  // on their way at a time
   const RowPair own = sum;
   sum = {{-INFINITY, 0.0f}, {0.0f, 0.0f}};
   const int64_t place = chunks.first_slot * plan.rows + row;
@@ -199,7 +200,7 @@ __device__ __forceinline__ void finish_segment(const VegasSparseParams& p, const
       }
       continue;
     }
-    if (chunks.count > 1) add_chunks(plan, chunks, row, d, head_dim, sum);
+    if (chunks.count > 1) add_chunks<T>(plan, chunks, row, d, head_dim, sum);
     const bool keyless = sum.norm.sum == 0.0f;
     const float sink = p.sinks ? exp2f(sink_logit * kLog2e - sum.norm.base()) : 0.0f;
     const float factor = keyless ? 0.0f : v_descale / (sum.norm.sum + sink);
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
   release_next_launch();
   // A few requests are looked up while the previous launch ends, and again when it has: rarely is there a difference.
 #pragma unroll 1
-  for (bool early = p.batch <= 32;; early = false) {
+  for (bool early = p.batch <= kLookedUp;; early = false) {
     if (!early) wait_for_previous_launch();
     SegmentWalk segment(p, plan);
     KeyStream<T> stream(segment, shared.stage_bytes(warp), shared.valid(warp), stages, warps_log2);
@@ -241,17 +242,27 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
     if (early) {
       stream.bring();
       wait_for_previous_launch();
-      if (stream.is_stale()) continue;
     }
+    bool stale = false;
+    bool first = true;
 #pragma unroll 1
-    for (int turn = 0; segment.next(); turn ^= 1) {
+    for (int turn = 0;; turn ^= 1) {
+      if (!segment.next() && !first) break;
       const int kv_head = segment.kv_head();
       const int first_row = segment.row_tile() * T::kHeads;
       const int first_head = kv_head * plan.group + first_row;
-      const int heads = min(plan.rows, plan.group - first_row);
+      const int heads = segment.tiles > 0 ? min(plan.rows, plan.group - first_row) : 0;
       const HeadQuery<T> query(
           static_cast<const Element*>(p.q) + segment.request * p.q_stride_row + first_head * p.q_stride_head,
           p.q_stride_head, heads, p.cache.head_dim);
+      if (first) {
+        // The copies of what was found early start beside the look at what is there now.
+        const typename KeyStream<T>::Current current(stream);
+        stream.start();
+        stale = early && current.differs(stream);
+        if (stale || heads == 0) break;
+        stream.fetch();
+      }
       const Scoring scoring = {p.softmax_scale * descale_of(p.cache.k, segment.request, kv_head), p.softcap, INT_MIN,
                                INT_MAX};
       const Chunks chunks(segment);
@@ -288,8 +299,10 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
       }
       __syncthreads();
       finish_segment(p, plan, shared, turn, segment, chunks, first_head, heads);
+      first = false;
     }
-    break;
+    if (!stale) break;
+    cute::cp_async_wait<0>();
   }
   cute::cp_async_wait<0>();
 }

@@ -7,7 +7,8 @@
 
 namespace vegas_ops::portable {
 
-constexpr int kManyRequests = 64;
+// Of a warp of eight: memory needs no more at once, and the rest is left to the launches before and after.
+constexpr int kBytesInFlight = 12 * 1024;
 
 // Calls use(HeadTraits) of the kernel that serves the call.
 template <class Element, bool kFp8, class Use>
@@ -28,24 +29,27 @@ auto with_instance(const VegasSparseParams& p, const Use& use) {
   return p.cache.dtype == VEGAS_FP8_E4M3 ? with_instance<Element, true>(p, use) : with_instance<Element, false>(p, use);
 }
 
-// As many warps as fit with two stages each, then as many stages. Many requests make many segments, after each of which
-// the warps of a CTA meet: two smaller CTAs are faster then.
+// As many warps as fit with two stages each, then as many stages as are of use. Where CTAs have several segments, after
+// each of which their warps meet, two smaller CTAs are faster.
 template <class Element>
 SparseCta sparse_cta(const VegasSparseParams& p, const SparseDevice& device) {
   return with_instance<Element>(p, [&](auto traits) {
     using T = decltype(traits);
     const int group = p.num_heads_q / p.cache.num_heads_kv;
     const int rows = group < T::kHeads ? group : T::kHeads;
-    const auto most_stages = [&](int warps, int bytes) {
-      int stages = kSparseMaxStages;
+    const auto most_stages = [&](int warps, int bytes, int limit = kSparseMaxStages) {
+      int stages = limit;
       while (stages > 0 && SparseShared<T>::bytes(warps, stages, rows) > bytes) --stages;
       return stages;
     };
     const bool balanced = split_rule(p.num_splits, p.batch_invariant).mode == SplitMode::kBalanced;
+    const int64_t pairs = int64_t{p.batch} * p.cache.num_heads_kv * ceil_div(group, T::kHeads);
     const int half = most_stages(kSparseMaxWarps / 2, device.shared_per_half);
-    if (balanced && p.batch >= kManyRequests && half >= 3) return SparseCta{kSparseMaxWarps / 2, half, 2};
+    if (balanced && pairs > device.multiprocessors && half >= 3) return SparseCta{kSparseMaxWarps / 2, half, 2};
+    const int useful = kBytesInFlight / T::kStageBytes;
+    const int limit = useful < 3 ? 3 : useful < kSparseMaxStages ? useful : kSparseMaxStages;
     for (int warps = kSparseMaxWarps; warps > 0; warps /= 2) {
-      const int stages = most_stages(warps, device.shared_per_cta);
+      const int stages = most_stages(warps, device.shared_per_cta, limit);
       if (stages >= 2) return SparseCta{warps, stages, 1};
     }
     return SparseCta{0, 0, 0};

@@ -7,7 +7,40 @@
 
 namespace vegas_ops::portable {
 
+// What memory holds now: not what this multiprocessor has read before, and read again each time.
+__device__ __forceinline__ int load_current(const int32_t* source) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
 constexpr int kMaxKeys = INT_MAX - 4096;  // tiles are looked up ahead of the last one: their indices fit int
+
+// What memory says of a request.
+struct RequestWords {
+  int listed;  // of the longest list of all KV heads
+  int used;
+  int start;
+
+  __device__ RequestWords(const VegasSparseParams& p, int b) {
+    // All loads before the first use of one: a call of a few microseconds waits for them.
+    listed = p.max_k > 0 ? load_current(count_source(p, b, 0)) : 0;
+    used = p.seqused_k ? load_current(p.seqused_k + b) : INT_MAX;
+    start = p.tail_start ? load_current(p.tail_start + b) : 0;
+    if (p.topk_length_stride_head == 0 || p.max_k == 0) return;
+#pragma unroll 4
+    for (int head = 1; head < p.cache.num_heads_kv; ++head)
+      listed = max(listed, load_current(count_source(p, b, head)));
+  }
+
+  __device__ static const int32_t* count_source(const VegasSparseParams& p, int b, int kv_head) {
+    return p.topk_length + b * p.topk_length_stride_batch + kv_head * p.topk_length_stride_head;
+  }
+
+  __device__ bool operator!=(const RequestWords& other) const {
+    return listed != other.listed || used != other.used || start != other.start;
+  }
+};
 
 // Entries [0, listed) of its list, then `tail_keys` positions from tail_begin on.
 struct SparseRequest {
@@ -18,30 +51,13 @@ struct SparseRequest {
   int last_seen;
 
   // Positions at or beyond `bound` are not in the block table.
-  __device__ SparseRequest(const VegasSparseParams& p, int bound, int b) {
-    // All loads before the first use of one: a call of a few microseconds waits for them.
-    listed = count_of(p, b, 0);
-    const int used = p.seqused_k ? p.seqused_k[b] : INT_MAX;
-    const int start = p.tail_start ? p.tail_start[b] : 0;
-    if (p.topk_length_stride_head != 0) {
-#pragma unroll 1
-      for (int head = 1; head < p.cache.num_heads_kv; ++head) listed = max(listed, count_of(p, b, head));
-    }
-    listed = used > 0 ? min(max(listed, 0), p.max_k) : 0;
-    last_seen = min(max(used, 0), bound) - 1;
+  __device__ SparseRequest(const VegasSparseParams& p, int bound, const RequestWords& words) {
+    listed = words.used > 0 ? min(max(words.listed, 0), p.max_k) : 0;
+    last_seen = min(max(words.used, 0), bound) - 1;
     // The row is at the last position: no window hides anything to its right.
     first_seen = p.seqused_k && p.window_left >= 0 ? max(last_seen - p.window_left, 0) : 0;
-    tail_begin = max(start, first_seen);
+    tail_begin = max(words.start, first_seen);
     tail_keys = p.tail_start && p.seqused_k ? max(last_seen + 1 - tail_begin, 0) : 0;
-  }
-
-  __device__ static int count_of(const VegasSparseParams& p, int b, int kv_head) {
-    return p.max_k > 0 ? p.topk_length[b * p.topk_length_stride_batch + kv_head * p.topk_length_stride_head] : 0;
-  }
-
-  __device__ bool operator==(const SparseRequest& other) const {
-    return listed == other.listed && tail_begin == other.tail_begin && tail_keys == other.tail_keys &&
-           first_seen == other.first_seen && last_seen == other.last_seen;
   }
 
   // A list of that length with the tail.

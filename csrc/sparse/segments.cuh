@@ -13,6 +13,7 @@ namespace vegas_ops::portable {
 constexpr int kSparseTile = 16;  // keys
 // Keys of a chunk where results must not depend on other requests, at least.
 constexpr int kInvariantKeys = 256;
+constexpr int kLookedUp = 64;  // requests whose lengths a warp holds, two to a lane
 constexpr int kForcedKeys = 64;
 
 // Divides numbers below 2^31 by one that the host knows.
@@ -41,7 +42,10 @@ struct SparsePlan {
   int rows;         // of a row tile that can be in use
   int pairs;        // of a request: its row tiles times KV heads / CTAs of a team
   int least_tiles;  // of a share
-  int bound;        // positions at or beyond it are not in the block table
+  int most_chunks;  // of a pair, where every team takes `rounds` whole chunks
+  int rounds;
+  Divisor chunks;  // divides by most_chunks
+  int bound;       // positions at or beyond it are not in the block table
   Divisor teams;
   Divisor page_size;
 };
@@ -53,11 +57,20 @@ struct RequestTiles {
   int unit_tiles;
   int units;
 
-  __device__ RequestTiles(const SparsePlan& plan, int keys) {
+  // chunk_tiles: of a unit where teams take whole chunks, else 0.
+  __device__ RequestTiles(const SparsePlan& plan, int keys, int chunk_tiles) {
     tiles = max(1, ceil_div(keys, kSparseTile));
     unit_tiles = 1;
     units = tiles;
-    if (plan.rule.mode == SplitMode::kBalanced) return;
+    if (plan.rule.mode == SplitMode::kBalanced) {
+      if (chunk_tiles == 0) return;
+      // Exact: a pair has few chunks.
+      units = __float2int_rz(__fdividef(__int2float_rz(tiles), __int2float_rz(chunk_tiles)));
+      while (units * chunk_tiles < tiles) ++units;
+      while ((units - 1) * chunk_tiles >= tiles) --units;
+      unit_tiles = chunk_tiles;
+      return;
+    }
     const bool forced = plan.rule.mode == SplitMode::kForced;
     unit_tiles = max((forced ? kForcedKeys : kInvariantKeys) / kSparseTile,
                      ceil_div(tiles, forced ? plan.rule.num_splits : kMaxFixedChunks));
@@ -65,13 +78,27 @@ struct RequestTiles {
   }
 };
 
+// Of requests `lane` and `lane` + 32, as far as there are; others repeat one.
+struct LookedUp {
+  RequestWords words[2];
+
+  __device__ __forceinline__ explicit LookedUp(const VegasSparseParams& p)
+      : words{RequestWords(p, min(static_cast<int>(threadIdx.x % 32), p.batch - 1)), words[0]} {
+    if (p.batch > 32) words[1] = RequestWords(p, min(static_cast<int>(threadIdx.x % 32 + 32), p.batch - 1));
+  }
+  __device__ bool operator!=(const LookedUp& other) const {
+    return words[0] != other.words[0] || words[1] != other.words[1];
+  }
+};
+
 // The share of a CTA, in segments: runs of tiles of one pair, a request's row tile and KV head.
 struct SegmentWalk {
   const VegasSparseParams& p;
   const SparsePlan& plan;
-  SparseRequest looked_up;  // request `lane` among the first 32
-  int share;                // higher CTAs take lower shares
-  int size;                 // of every share, in units
+  LookedUp looked_up;
+  int chunk_tiles;
+  int share;  // higher CTAs take lower shares
+  int size;   // of every share, in units
   int begin;
   int end;
   int unit;  // next one
@@ -85,75 +112,114 @@ struct SegmentWalk {
   int tile;
   int tiles;
 
-  __device__ static SparseRequest first_request(const VegasSparseParams& p, const SparsePlan& plan) {
-    return SparseRequest(p, plan.bound, min(static_cast<int>(threadIdx.x % 32), p.batch - 1));
-  }
-
   // Called by all lanes of a warp.
   __device__ SegmentWalk(const VegasSparseParams& params, const SparsePlan& the_plan)
       : p(params),
         plan(the_plan),
-        looked_up(first_request(p, plan)),
+        looked_up(p),
+        chunk_tiles(0),
         share(gridDim.y - 1 - blockIdx.y),
-        request(threadIdx.x % 32),
-        lengths(looked_up),
-        all(plan, lengths.keys_with(lengths.listed)) {
-    const int lane = threadIdx.x % 32;
-    const int mine = request < p.batch ? all.units * plan.pairs : 0;
-    int last = mine;  // up to this lane
+        request(0),
+        request_begin(0),
+        lengths(p, plan.bound, looked_up.words[0]),
+        all(plan, 0, 0),
+        pair(0),
+        pair_begin(0),
+        tile(0),
+        tiles(0) {
+    const bool balanced = plan.rule.mode == SplitMode::kBalanced;
+    if (balanced) choose_chunk();
+    const SparseRequest of[2] = {lengths, SparseRequest(p, plan.bound, looked_up.words[1])};
+    const RequestTiles own[2] = {tiles_of(of[0]), tiles_of(of[1])};
+    int mine[2];
+    int last[2];  // up to this lane
+#pragma unroll
+    for (int i = 0; i < 2; ++i) last[i] = mine[i] = lane() + 32 * i < p.batch ? own[i].units * plan.pairs : 0;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(0xffffffffu, last, step);
-      if (lane >= step) last += below;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int below = __shfl_up_sync(0xffffffffu, last[i], step);
+        if (lane() >= step) last[i] += below;
+      }
     }
-    int total = __shfl_sync(0xffffffffu, last, 31);
-    if (p.batch > 32) {
+    last[1] += __shfl_sync(0xffffffffu, last[0], 31);
+    const int looked_up_units = __shfl_sync(0xffffffffu, last[1], 31);
+    int total = looked_up_units;
+    if (p.batch > kLookedUp) {
       int more = 0;
 #pragma unroll 1
-      for (int b = lane + 32; b < p.batch; b += 32) more += units_of(b);
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) more += __shfl_xor_sync(0xffffffffu, more, step);
-      total += more;
+      for (int b = lane() + kLookedUp; b < p.batch; b += 32) more += tiles_of(b).units * plan.pairs;
+      total += __reduce_add_sync(0xffffffffu, more);
     }
-    const bool balanced = plan.rule.mode == SplitMode::kBalanced;
-    size = max(plan.teams.divide(total + gridDim.y - 1), balanced ? plan.least_tiles : 1);
+    size = max(plan.teams.divide(total + gridDim.y - 1), has_shares() ? plan.least_tiles : 1);
     begin = unit = share * size;
     end = min(unit + size, total);
     if (unit >= end) return;
-    const uint32_t beyond = __ballot_sync(0xffffffffu, last > unit);
-    if (beyond != 0) {
-      const int source = __ffs(beyond) - 1;
-      request = source;
-      request_begin = __shfl_sync(0xffffffffu, last - mine, source);
-      lengths.listed = __shfl_sync(0xffffffffu, lengths.listed, source);
-      lengths.tail_begin = __shfl_sync(0xffffffffu, lengths.tail_begin, source);
-      lengths.tail_keys = __shfl_sync(0xffffffffu, lengths.tail_keys, source);
-      lengths.first_seen = __shfl_sync(0xffffffffu, lengths.first_seen, source);
-      lengths.last_seen = __shfl_sync(0xffffffffu, lengths.last_seen, source);
-      all.tiles = __shfl_sync(0xffffffffu, all.tiles, source);
-      all.unit_tiles = __shfl_sync(0xffffffffu, all.unit_tiles, source);
-      all.units = __shfl_sync(0xffffffffu, all.units, source);
-    } else {
-      search(__shfl_sync(0xffffffffu, last, 31));
+    if (unit >= looked_up_units) {
+      search(looked_up_units);
+      return;
     }
+    const uint32_t beyond = __ballot_sync(0xffffffffu, last[0] > unit);
+    const int i = beyond == 0;
+    const int source = __ffs(i == 0 ? beyond : __ballot_sync(0xffffffffu, last[1] > unit)) - 1;
+    const auto from = [&](int first, int second) { return __shfl_sync(0xffffffffu, i == 0 ? first : second, source); };
+    request = source + 32 * i;
+    request_begin = from(last[0] - mine[0], last[1] - mine[1]);
+    lengths.listed = from(of[0].listed, of[1].listed);
+    lengths.tail_begin = from(of[0].tail_begin, of[1].tail_begin);
+    lengths.tail_keys = from(of[0].tail_keys, of[1].tail_keys);
+    lengths.first_seen = from(of[0].first_seen, of[1].first_seen);
+    lengths.last_seen = from(of[0].last_seen, of[1].last_seen);
+    all.tiles = from(own[0].tiles, own[1].tiles);
+    all.unit_tiles = from(own[0].unit_tiles, own[1].unit_tiles);
+    all.units = from(own[0].units, own[1].units);
   }
 
-  __device__ int units_of(int b) const {
-    const SparseRequest other(p, plan.bound, b);
-    return RequestTiles(plan, other.keys_with(other.listed)).units * plan.pairs;
+  __device__ static int lane() { return threadIdx.x % 32; }
+  __device__ RequestTiles tiles_of(const SparseRequest& of) const {
+    return RequestTiles(plan, of.keys_with(of.listed), chunk_tiles);
   }
+  __device__ RequestTiles tiles_of(int b) const { return tiles_of(SparseRequest(p, plan.bound, RequestWords(p, b))); }
 
-  // Finds the request of the unit behind the first 32, which have `before` units.
-  __device__ __forceinline__ void search(int before) {
-    const int lane = threadIdx.x % 32;
+  // Whole chunks where they are not much longer than equal shares: no CTA has the end of a request and the beginning
+  // of another one then, each of which takes about as long as many tiles.
+  __device__ __forceinline__ void choose_chunk() {
+    int total = 0;
+    int longest = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int tiles =
+          lane() + 32 * i < p.batch ? tiles_of(SparseRequest(p, plan.bound, looked_up.words[i])).tiles : 0;
+      total += tiles;
+      longest = max(longest, tiles);
+    }
 #pragma unroll 1
-    for (int first = 32;; first += 32) {
-      const int mine = first + lane < p.batch ? units_of(first + lane) : 0;
+    for (int b = lane() + kLookedUp; b < p.batch; b += 32) {
+      const int tiles = tiles_of(b).tiles;
+      total += tiles;
+      longest = max(longest, tiles);
+    }
+    total = __reduce_add_sync(0xffffffffu, total);
+    longest = __reduce_max_sync(0xffffffffu, longest);
+    const int even = plan.teams.divide(total * plan.pairs + gridDim.y - 1);
+    const int least_chunk = plan.chunks.divide(longest);
+    const int chunk = max(least_chunk + (least_chunk * plan.most_chunks < longest), plan.least_tiles);
+    if (int64_t{chunk} * plan.rounds > even + even / 8 + plan.least_tiles) return;
+    chunk_tiles = chunk;
+  }
+  __device__ bool has_shares() const { return plan.rule.mode == SplitMode::kBalanced && chunk_tiles == 0; }
+
+  // Finds the request of the unit behind those that are looked up, which have `before` units.
+  __device__ __forceinline__ void search(int before) {
+#pragma unroll 1
+    for (int first = kLookedUp;; first += 32) {
+      const int mine = first + lane() < p.batch ? tiles_of(first + lane()).units * plan.pairs : 0;
       int last = before + mine;
 #pragma unroll 1
       for (int step = 1; step < 32; step *= 2) {
         const int below = __shfl_up_sync(0xffffffffu, last - before, step);
-        if (lane >= step) last += below;
+        if (lane() >= step) last += below;
       }
       const uint32_t beyond = __ballot_sync(0xffffffffu, last > unit);
       if (beyond != 0) {
@@ -168,8 +234,8 @@ struct SegmentWalk {
 
   __device__ __forceinline__ void enter(int b) {
     request = b;
-    lengths = SparseRequest(p, plan.bound, b);
-    all = RequestTiles(plan, lengths.keys_with(lengths.listed));
+    lengths = SparseRequest(p, plan.bound, RequestWords(p, b));
+    all = tiles_of(lengths);
   }
 
   // Goes on to the next segment; false where there is none.
@@ -182,7 +248,7 @@ struct SegmentWalk {
     pair = plan.pairs == 1 ? 0 : (unit - request_begin) / all.units;
     pair_begin = request_begin + pair * all.units;
     const int in = unit - pair_begin;
-    const int run = plan.rule.mode == SplitMode::kBalanced ? min(all.units - in, end - unit) : 1;
+    const int run = has_shares() ? min(all.units - in, end - unit) : 1;
     tile = in * all.unit_tiles;
     tiles = min(run * all.unit_tiles, all.tiles - tile);
     unit += run;
@@ -208,7 +274,7 @@ struct Chunks {
     if (walk.tiles == walk.all.tiles) return;
     const int pair_end = walk.pair_begin + walk.all.units;
     collects = walk.pair_begin >= walk.begin && walk.unit == min(pair_end, walk.end);
-    if (walk.plan.rule.mode == SplitMode::kBalanced) {
+    if (walk.has_shares()) {
       // A CTA leaves one partial result at most, of the pair that an earlier share begins.
       const int first = collects ? walk.share : walk.pair_begin / walk.size;
       own = walk.share - first;
