@@ -424,6 +424,80 @@ def test_workspace_given_is_left_reusable(device: torch.device) -> None:
         assert_same_bits(got.logits, expected.logits, "logits")
 
 
+@pytest.mark.parametrize("batch", [1, 5, 40])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_launch_before_writes_lengths_and_pages(device: torch.device, batch: int, head_dim: int) -> None:
+    """A kernel may look at them while that launch still runs. Here they are lists of selected tokens: pages
+    of one token each."""
+    tokens, max_k, rows, heads, heads_kv = 3000, 2000, 3, 8, 2
+    generator = torch.Generator().manual_seed(batch)
+    dtype = case_dtype(device)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    q = normal(batch * rows, heads, head_dim)
+    caches = [normal(batch * tokens, 1, heads_kv, head_dim) for _ in range(2)]
+    cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
+    table = torch.arange(batch * tokens, dtype=torch.int32, device=device).view(batch, tokens)
+    seqlens = int32([tokens] * batch, device)
+    scores = torch.randn(6, batch, tokens, generator=generator).to(device)
+    counts = torch.randint(rows, max_k + 1, (6, batch), generator=generator, dtype=torch.int32)
+    counts[2, 0], counts[4, batch // 2] = 0, max_k
+    counts = counts.to(device)
+    indices = torch.zeros(batch, max_k, dtype=torch.int32, device=device)
+    length = torch.zeros(batch, dtype=torch.int32, device=device)
+    bounds = {"num_heads_q": heads, "num_heads_kv": heads_kv, "head_dim": head_dim, "device": device}
+    workspaces = [
+        vegas_ops.make_workspace(
+            op, max_batch=batch, max_q_len=rows, max_seqlen_k=tokens, max_k=max_k, **bounds
+        )
+        for op in ("topk_aggregate_logits", "flash_attn_with_logit_dump")
+    ]
+    outputs = [
+        (
+            torch.zeros_like(q),
+            torch.zeros(heads, batch * rows, device=device),
+            torch.zeros(batch, max_k, device=device),
+        )
+        for _ in scores
+    ]
+
+    def select(i: int) -> None:
+        vegas_ops.topk_aggregate_logits(
+            scores[i], dump="token", seqlens=seqlens, k=counts[i], max_k=max_k, block_table=table,
+            page_size=1, indices=indices, topk_length=length, workspace=workspaces[0],
+        )  # fmt: skip
+
+    def verify(out: Tensor, lse: Tensor, logits: Tensor) -> None:
+        vegas_ops.flash_attn_with_logit_dump(
+            q, *caches, indices, length, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=rows, max_seqlen_k=max_k,
+            dump="token", out=out, lse=lse, logits=logits, workspace=workspaces[1],
+        )  # fmt: skip
+
+    def rounds() -> None:
+        for i, tensors in enumerate(outputs):
+            select(i)
+            verify(*tensors)
+
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            rounds()
+        graph.replay()
+        torch.cuda.synchronize()
+    else:
+        rounds()
+    for i, tensors in enumerate(outputs):
+        select(i)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        expected = [torch.zeros_like(x) for x in tensors]
+        verify(*expected)
+        for name, got, wanted in zip(("out", "lse", "logits"), tensors, expected, strict=True):
+            assert_same_bits(got, wanted, f"{name} of round {i}")
+
+
 @pytest.mark.parametrize("dump", ["token", "token_weight"])
 @pytest.mark.parametrize(("heads", "head_dim", "rows"), [(32, 128, 7), (16, 64, 8), (9, 64, 3)])
 def test_bound_far_beyond_the_lengths(

@@ -12,28 +12,49 @@ using portable::RowOutput;
 constexpr int kFinishThreads = 128;
 constexpr int kFinishWarps = kFinishThreads / 32;
 
-// Part `part` of a row's chunks: every kFinishWarps-th, in the order of the keys.
+__device__ __forceinline__ void await_attention() {
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+}
+
+// Part `part` of a row's chunks: every kFinishWarps-th, in the order of the keys. Where they lie is known before they
+// are there, and small calls wait for every instruction that comes after.
 template <int kHeadDim>
 class RowPart {
  public:
   static constexpr int kColumns = kHeadDim / 32;  // of a lane
+  static constexpr int kBatch = 8;
   float sum = 0.0f;
   float output[kColumns] = {};
 
-  // Reads the next kBatch chunks.
-  __device__ __forceinline__ void read(const Workspace& w, const Chunks& chunks, int row, int first) {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ RowPart(const Workspace& w, const Chunks& chunks, int row, int part)
+      : count_((chunks.count - part + kFinishWarps - 1) / kFinishWarps), has_output_(row < w.tile_rows) {
+    const int64_t slot = chunks.slot(part);
+    norms_at_ = w.partial_norm + slot * w.norm_rows + row;
+    values_at_ = w.partial_output + (slot * w.tile_rows + row) * kHeadDim + threadIdx.x % 32 * kColumns;
+    // A CTA's later run lies one slot before its first, which a row's first chunk is.
+    const int step = kFinishWarps * chunks.slot_step();
+    const int back = static_cast<int>(slot) + step - chunks.slot(part + kFinishWarps);
+    norms_step_ = step * w.norm_rows;
+    norms_back_ = back * w.norm_rows;
+    values_step_ = step * w.tile_rows * kHeadDim;
+    values_back_ = back * w.tile_rows * kHeadDim;
+  }
+
+  __device__ __forceinline__ int count() const { return count_; }
+
+  // Reads kBatch of its chunks.
+  __device__ __forceinline__ void read(int first) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int chunk = first + kFinishWarps * i;
       norms_[i] = make_float2(-INFINITY, 0.0f);
       values_[i] = {};
-      if (chunk >= chunks.count) continue;
-      const int64_t slot = chunks.slot(chunk);
-      norms_[i] = w.partial_norm[slot * w.norm_rows + row];
-      if (row >= w.tile_rows) continue;
-      const int64_t at = (slot * w.tile_rows + row) * kHeadDim + lane * kColumns;
-      values_[i] = *reinterpret_cast<const Values*>(w.partial_output + at);
+      const int chunk = first + i;
+      if (chunk >= count_) continue;
+      norms_[i] = norms_at_[int64_t{chunk} * norms_step_ - (chunk == 0 ? 0 : norms_back_)];
+      if (!has_output_) continue;
+      values_[i] = *reinterpret_cast<const Values*>(values_at_ + int64_t{chunk} * values_step_ -
+                                                    (chunk == 0 ? 0 : values_back_));
     }
   }
   // Adds what was read, with weights relative to `maximum`.
@@ -46,18 +67,19 @@ class RowPart {
       for (int j = 0; j < kColumns; ++j) output[j] += values_[i].of_column[j] * weight;
     }
   }
-  __device__ __forceinline__ void add(const RowPart& other) {
-    sum += other.sum;
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) output[j] += other.output[j];
-  }
-
-  static constexpr int kBatch = 8;
 
  private:
   struct alignas(kColumns * 4 < 16 ? kColumns * 4 : 16) Values {
     float of_column[kColumns];
   };
+  int count_;
+  bool has_output_;
+  const float2* norms_at_;  // of its first chunk
+  const float* values_at_;
+  int norms_step_;
+  int norms_back_;
+  int values_step_;
+  int values_back_;
   Values values_[kBatch];
   float2 norms_[kBatch];
 };
@@ -70,74 +92,83 @@ __device__ inline void merge_row(const VegasVerifyParams& p, const Workspace& w,
   __shared__ float sums[kFinishWarps][Part::kColumns + 1][32];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  RowNorm whole = {-INFINITY, 0.0f};
-  Part total;
-#pragma unroll 1
-  for (int turn = 0; turn < (shared ? 1 : kFinishWarps); ++turn) {
-    const int part = shared ? warp : turn;
-    Part mine;
-    mine.read(w, chunks, row, part);
-    if (turn == 0) {
-      for (int c = lane; c < chunks.count; c += 32) {
-        whole.maximum = fmaxf(whole.maximum, w.partial_norm[int64_t{chunks.slot(c)} * w.norm_rows + row].x);
-      }
+  RowOutput<Element> target = {};
+  if (row < w.tile_rows) {
+    target = portable::row_output<Element>(p, request, b, kv_head, row_tile * w.group_rows.divisor + row);
+  }
+  Part mine(w, chunks, row, shared ? warp : 0);
+  const float2* norm = w.partial_norm + int64_t{chunks.slot(lane)} * w.norm_rows + row;  // of chunk `lane`
+  await_attention();
+
+  mine.read(0);
+  RowNorm whole = {lane < chunks.count ? norm->x : -INFINITY, 0.0f};
+  for (int c = lane + 32; c < chunks.count; c += 32) {
+    whole.maximum = fmaxf(whole.maximum, w.partial_norm[int64_t{chunks.slot(c)} * w.norm_rows + row].x);
+  }
 #pragma unroll
-      for (int step = 16; step > 0; step /= 2) {
-        whole.maximum = fmaxf(whole.maximum, __shfl_xor_sync(0xffffffffu, whole.maximum, step));
-      }
-    }
+  for (int step = 16; step > 0; step /= 2) {
+    whole.maximum = fmaxf(whole.maximum, __shfl_xor_sync(0xffffffffu, whole.maximum, step));
+  }
+  float total[Part::kColumns] = {};
+#pragma unroll 1
+  for (int part = 1;; ++part) {
     mine.add(whole.maximum);
-    for (int first = part + kFinishWarps * Part::kBatch; first < chunks.count; first += kFinishWarps * Part::kBatch) {
-      mine.read(w, chunks, row, first);
+    for (int first = Part::kBatch; first < mine.count(); first += Part::kBatch) {
+      mine.read(first);
       mine.add(whole.maximum);
     }
-    if (!shared) {
-      total.add(mine);
-      continue;
-    }
+    if (shared) break;
+    whole.sum += mine.sum;
+#pragma unroll
+    for (int j = 0; j < Part::kColumns; ++j) total[j] += mine.output[j];
+    if (part == kFinishWarps) break;
+    mine = Part(w, chunks, row, part);
+    mine.read(0);
+  }
+  if (shared) {
     sums[warp][Part::kColumns][lane] = mine.sum;
 #pragma unroll
     for (int j = 0; j < Part::kColumns; ++j) sums[warp][j][lane] = mine.output[j];
-  }
-  if (shared) {
     __syncthreads();
     if (warp > 0) return;
 #pragma unroll
-    for (int other = 0; other < kFinishWarps; ++other) {
-      total.sum += sums[other][Part::kColumns][lane];
+    for (int part = 0; part < kFinishWarps; ++part) {
+      whole.sum += sums[part][Part::kColumns][lane];
 #pragma unroll
-      for (int j = 0; j < Part::kColumns; ++j) total.output[j] += sums[other][j][lane];
+      for (int j = 0; j < Part::kColumns; ++j) total[j] += sums[part][j][lane];
     }
   }
-  whole.sum = total.sum;
   if (row >= w.tile_rows) {
     if (lane == 0) portable::write_guide_lse(p, request, b, kv_head, row - w.tile_rows, whole.lse());
     return;
   }
-  const RowOutput<Element> target =
-      portable::row_output<Element>(p, request, b, kv_head, row_tile * w.group_rows.divisor + row);
-  if (lane == 0) *target.lse = whole.lse();
   const float factor = output_factor(target, whole);
 #pragma unroll
   for (int j = 0; j < Part::kColumns; ++j) {
     const int d = lane * Part::kColumns + j;
     if (d >= p.cache.head_dim) continue;
-    target.out[d] = portable::from_float<Element>(whole.sum == 0.0f ? 0.0f : total.output[j] * factor);
+    target.out[d] = portable::from_float<Element>(whole.sum == 0.0f ? 0.0f : total[j] * factor);
   }
+  if (lane == 0) *target.lse = whole.lse();
 }
 
 // The grid is (rows of a row tile, pairs of a row tile and KV head, requests), with more in y that finish dumps. A CTA
 // merges rows_per_cta rows.
 template <class Element, int kHeadDim>
-__global__ void __launch_bounds__(kFinishThreads, kHeadDim > 128 ? 4 : 5)
+__global__ void __launch_bounds__(kFinishThreads, kHeadDim > 128  ? 3
+                                                  : kHeadDim > 64 ? 4
+                                                                  : 5)
     verify_finish_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ Workspace w,
                          int rows_per_cta, int merges) {
-  cudaGridDependencySynchronize();
-  cudaTriggerProgrammaticLaunchCompletion();
   const int b = blockIdx.z;
-  const RequestPlan& plan = w.requests[b];
+  // The attention kernel has waited for all before it when this one starts, so lengths stay as they are. A few are
+  // looked at while that kernel ends.
+  const bool few = p.batch <= kFewRequests;
+  if (!few) await_attention();
+  const RequestPlan plan = few ? plan_of(p, w, b) : w.requests[b];
   const int of_row_tile = blockIdx.y;
   if (of_row_tile >= merges) {
+    await_attention();
     const int cta = (of_row_tile - merges) * gridDim.x + blockIdx.x;
     const int ctas = (gridDim.y - merges) * gridDim.x;
     if (w.dump) {
@@ -154,14 +185,15 @@ __global__ void __launch_bounds__(kFinishThreads, kHeadDim > 128 ? 4 : 5)
     kv_head -= row_tile * p.cache.num_heads_kv;
   }
   const int row = blockIdx.x * rows_per_cta + threadIdx.x / 32 % rows_per_cta;
-  if (plan.units == 1 || row_tile >= plan.row_tiles) return;
-  if (row < w.tile_rows) {
-    if (row_tile * w.group_rows.divisor + row >= plan.request.q_len * w.group) return;
-  } else if (row - w.tile_rows >= plan.request.num_guides || row_tile > 0 || p.dump == VEGAS_DUMP_TOKEN) {
+  const int request_row = row_tile * w.group_rows.divisor + row;
+  const bool exists = row < w.tile_rows
+                          ? request_row < plan.request.q_len * w.group
+                          : row - w.tile_rows < plan.request.num_guides && row_tile == 0 && p.dump != VEGAS_DUMP_TOKEN;
+  const Chunks chunks(w, plan, kv_head, row_tile);
+  if (!exists || row_tile >= plan.row_tiles || chunks.count == 1) {
+    await_attention();
     return;
   }
-  const Chunks chunks(w, plan, kv_head, row_tile);
-  if (chunks.count == 1) return;
   merge_row<Element, kHeadDim>(p, w, plan.request, b, kv_head, row_tile, row, chunks, rows_per_cta == 1);
 }
 

@@ -21,6 +21,7 @@ constexpr int kMinTileKeys = 64;
 constexpr int kInvariantKeys = 2048;  // of a chunk where results must not depend on other requests
 constexpr int kPlanThreads = 128;
 constexpr int kMinShareKeys = 256;  // of a CTA where there is little work
+constexpr int kFewRequests = 32;    // of a call, at most, whose plan a warp makes by itself
 constexpr int kMostRingTiles = 16;
 constexpr int kMostPending = 4;  // tiles that one CTA of a team adds up at a time
 
@@ -182,6 +183,11 @@ __device__ inline Segment next_segment(const VegasVerifyParams& p, const Workspa
   return none;
 }
 
+__device__ inline int share_of(const Workspace& w, int total) {
+  const int least = w.rule.mode == SplitMode::kBalanced ? kMinShareKeys >> w.tile_shift : 1;
+  return max(least, ceil_div(total, w.teams));
+}
+
 // Called by the first kPlanThreads threads, which `sync` makes wait for each other: finds the CTA's share and its first
 // segment; the thread that has written them calls `ready`. `scratch` is shared memory, an int per warp.
 template <class Sync, class Ready>
@@ -220,8 +226,7 @@ __device__ inline void make_plan(const VegasVerifyParams& p, const Workspace& w,
     if (pass == 1) return;
     const int mine = at - before;
     at = block_scan(mine, &total, scratch, kPlanThreads, sync);
-    const int least = w.rule.mode == SplitMode::kBalanced ? kMinShareKeys >> w.tile_shift : 1;
-    size = max(least, ceil_div(total, w.teams));
+    size = share_of(w, total);
     begin = min(total, static_cast<int>(blockIdx.y) * size);
     if (begin == total && threadIdx.x == 0) {
       share = {};
@@ -231,6 +236,17 @@ __device__ inline void make_plan(const VegasVerifyParams& p, const Workspace& w,
     const bool here = at <= begin && begin < at + mine;
     if (!writes && !here) return;
   }
+}
+
+// The plan of one of up to kFewRequests requests, made by a warp whose lanes look at one each.
+__device__ inline RequestPlan plan_of(const VegasVerifyParams& p, const Workspace& w, int b) {
+  const int lane = threadIdx.x % 32;
+  const int own = lane < p.batch ? RequestUnits(w, request_of(p, w, lane)).all : 0;
+  const int end = warp_scan(own);
+  const int share = share_of(w, __shfl_sync(0xffffffffu, end, 31));
+  const VerifyRequest request = request_of(p, w, b);
+  const RequestUnits units(w, request);
+  return {request, units.row_tiles, units.units, __shfl_sync(0xffffffffu, end - own, b), share};
 }
 
 // The partial results of a row tile and KV head, in the order of the keys.
@@ -258,6 +274,8 @@ struct Chunks {
       count = last - first + 1;
     }
   }
+  // From a chunk's to the next one's, but for the first.
+  __device__ int slot_step() const { return balanced ? 2 * team : team; }
   __device__ int slot(int chunk) const {
     const int cta = (first + chunk) * team + in_team;
     return balanced ? 2 * cta + (chunk == 0) : cta;
