@@ -13,10 +13,45 @@ from op_cases import SENTINEL, VerifyCase, case_dtype
 from op_checks import assert_same_bits
 
 import vegas_ops
+from vegas_ops import flash_attn_with_logit_dump as verify
 
 # Of keys: dumps are so wide that on Hopper CTAs exchange their heads' parts through the workspace.
 BOUND = 70_000
 CHECKED = os.environ.get("VEGAS_OPS_CHECK") == "1"  # which refuses captures
+
+
+@pytest.mark.parametrize("rows", (1, 9, 20, 33))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_smaller_heads_are_served(device: torch.device, head_dim: int, rows: int) -> None:
+    workspace = vegas_ops.make_workspace(
+        "flash_attn_with_logit_dump", max_batch=1, max_q_len=33, max_seqlen_k=3000, num_heads_q=16,
+        num_heads_kv=2, head_dim=256, device=device,
+    )  # fmt: skip
+    case = VerifyCase(
+        seed=rows, device=device, dtype=torch.bfloat16, heads_q=16, head_dim=head_dim, lengths=(3000,),
+        q_lens=(rows,), dump="token",
+    )  # fmt: skip
+    for options in ({}, {"batch_invariant": True}, {"num_splits": 16}):
+        expected = vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, **options)
+        got = vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, **options, workspace=workspace)
+        assert_same_bits(got.out, expected.out, "out")
+
+
+def test_calls_follow_each_other(device: torch.device) -> None:
+    workspace = vegas_ops.make_workspace(
+        "flash_attn_with_logit_dump", max_batch=4, max_q_len=8, max_seqlen_k=2000, num_heads_q=8,
+        num_heads_kv=2, head_dim=128, device=device,
+    )  # fmt: skip
+    for seed, lengths in enumerate(((2000, 5), (17, 1999), (1, 1))):
+        case = VerifyCase(
+            seed=seed, device=device, dtype=torch.bfloat16, heads_q=8, head_dim=128,
+            lengths=lengths, q_lens=(8, 1)[: len(lengths)], dump="token",
+        )  # fmt: skip
+        expected = verify(*case.args, **case.kwargs, **case.outputs(SENTINEL))
+        got = verify(*case.args, **case.kwargs, **case.outputs(SENTINEL), workspace=workspace)
+        assert_same_bits(got.out, expected.out, "out")
+        assert got.logits is not None and expected.logits is not None
+        assert_same_bits(got.logits, expected.logits, "logits")
 
 
 def calls(device: torch.device) -> list[VerifyCase]:
