@@ -126,7 +126,9 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         help="layers and attention that do not depend on the batch (GPU)",
     )
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
-    parser.add_argument("--context", type=int, default=24_576, help="tokens of every prompt")
+    parser.add_argument(
+        "--context", type=int, default=24_576, help="tokens of every prompt, at most: whole pages and one"
+    )
     parser.add_argument("--new-tokens", type=int, default=128, help="of every request (default: %(default)s)")
     parser.add_argument("--policies", nargs="+", default=["vegas", "vegas-lookahead"])
     parser.add_argument("--gamma", type=int, default=6, help="drafts a round (default: %(default)s)")
@@ -239,8 +241,10 @@ def hold_prompts(
     decoder = session.decoder(batch * (arguments.context + PAGE_SIZE) + spare, arguments.read_every)
     decoder.draft_cost = arguments.draft_cost
     start = now(decoder)
+    # All pages but the pending token's are whole, so that requests share them and compute none anew.
+    context = arguments.context - (arguments.context - 1) % PAGE_SIZE
     if arguments.random_weights:
-        held = [hold_random(decoder, arguments.context, seed) for seed in range(batch)]
+        held = [hold_random(decoder, context, seed) for seed in range(batch)]
     else:
         if arguments.prompts:
             known = jsonl_prompts(arguments.prompts, session.tokenizer, arguments.context)
@@ -249,7 +253,7 @@ def hold_prompts(
             paths = sorted(arguments.texts.glob("*.txt")) if arguments.texts else []
             texts = [read_text(path) for path in paths]
             text = "\n\n".join(texts) if texts else standard_library_text()
-            prompts = cut_prompts(session.tokenizer.encode(text), batch, arguments.context)
+            prompts = cut_prompts(session.tokenizer.encode(text), batch, context)
         held = [decoder.hold_prompt(prompt) for prompt in prompts]
     longest = max(len(prompt.prompt) for prompt in held)
     console.print(f"{batch} x {longest} tokens: prompts read in {now(decoder) - start:.1f} s")
