@@ -515,8 +515,9 @@ size_t select_portable_workspace(const VegasBounds& bounds) {
   const int64_t heads = larger(bounds.num_heads_kv, 1);
   const int64_t lists = int64_t{larger(bounds.layers, 1)} * larger(bounds.max_batch, 1) * heads;
   const int64_t list_bytes = 2 * row_stride(larger(bounds.max_seqlen_k, 1)) * sizeof(float);
-  const int64_t room = larger(static_cast<int32_t>(kRowBytes / list_bytes), 1);
-  return kStateBytes + list_bytes * (lists < room ? lists : room);
+  // As many lists as fit; longer ones may fill the room better.
+  const int64_t room = list_bytes > kRowBytes ? list_bytes : int64_t{kRowBytes};
+  return kStateBytes + (list_bytes * lists < room ? list_bytes * lists : room);
 }
 
 }  // namespace vegas_ops
