@@ -32,8 +32,8 @@ def test_smaller_heads_are_served(device: torch.device, head_dim: int, rows: int
         q_lens=(rows,), dump="token",
     )  # fmt: skip
     for options in ({}, {"batch_invariant": True}, {"num_splits": 16}):
-        expected = vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, **options)
-        got = vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, **options, workspace=workspace)
+        expected = verify(*case.args, **case.kwargs, **options)
+        got = verify(*case.args, **case.kwargs, **options, workspace=workspace)
         assert_same_bits(got.out, expected.out, "out")
 
 
@@ -86,7 +86,7 @@ def test_calls_of_any_shape_take_turns(device: torch.device) -> None:
     cases = calls(device)
     outputs = [case.outputs(SENTINEL) for case in cases]
     for case, alone in zip(cases, outputs, strict=True):
-        vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs, **alone)
+        verify(*case.args, **case.kwargs, **alone)
     order = random.Random(3)
     for turn in range(6 * len(cases)):
         i = order.randrange(len(cases))
@@ -94,11 +94,11 @@ def test_calls_of_any_shape_take_turns(device: torch.device) -> None:
         call = {**case.kwargs, **again, "workspace": workspace}
         if turn % 3 == 1:
             with pytest.raises(ValueError, match="`seqused_k` must"):
-                vegas_ops.flash_attn_with_logit_dump(*case.args[:4], case.seqused_k.long(), **call)
+                verify(*case.args[:4], case.seqused_k.long(), **call)
         if turn % 5 == 2 and device.type == "cuda" and not CHECKED:
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                vegas_ops.flash_attn_with_logit_dump(*case.args, **call)
-        vegas_ops.flash_attn_with_logit_dump(*case.args, **call)
+                verify(*case.args, **call)
+        verify(*case.args, **call)
         for name, tensor in again.items():
             assert_same_bits(tensor, outputs[i][name], f"{name} of call {turn}, case {i}")
 
