@@ -194,7 +194,7 @@ def print_identity(
 ) -> int:
     """Says of each pair of outputs, plain decoding's first, whether they are the same, and if not, where they
     part and whether rounding explains it: in the target's logits the two tokens must lie no further apart
-    than `moves_of_margins` finds between decoding and verification. Returns how many it does not explain."""
+    than `moves_of_margins` finds margins moved anywhere in these texts. Returns how many it does not explain."""
     for plain, other in pairs:
         if plain.output == other.output:
             same = len(plain.output)
@@ -210,14 +210,15 @@ def print_identity(
         console.print(f"output: [bold yellow]differs[/] {where}", highlight=False)
     unexplained = len(different) - len(partings)
     moves = moves_of_margins(decoder, partings, gamma) if partings else []
-    for (plain, same, token), (gap, most, places) in zip(partings, moves, strict=True):
-        explained = places > 0 and gap <= most
+    most, places = max((m for _, m, _ in moves), default=0.0), sum(n for _, _, n in moves)
+    for (plain, same, token), (gap, _, looked) in zip(partings, moves, strict=True):
+        explained = looked > 0 and gap <= most
         unexplained += not explained
         first, second = (repr(printable(session.tokenizer.decode([i]))) for i in (plain.output[same], token))
         console.print(f"output: [bold yellow]differs[/] from token {same + 1} on", highlight=False)
         console.print(
             f"  {first} and {second} are {gap:.2e} apart in the target's logits; computed by decoding and by "
-            f"verification, that differs by up to {most:.2e} at {places} places of this text: "
+            f"verification, that differs by up to {most:.2e} at {places} places of these texts: "
             + ("a tie that rounding decides" if explained else "more than rounding explains"),
             markup=False,
             highlight=False,
