@@ -194,7 +194,7 @@ def print_identity(
 ) -> int:
     """Says of each pair of outputs, plain decoding's first, whether they are the same, and if not, where they
     part and whether rounding explains it: in the target's logits the two tokens must lie no further apart
-    than `moves_of_margins` finds margins moved anywhere in these texts. Returns how many it does not explain."""
+    than the most that `moves_of_margins` finds in these texts. Returns how many it does not explain."""
     for plain, other in pairs:
         if plain.output == other.output:
             same = len(plain.output)
