@@ -21,7 +21,7 @@ from vegas_ops.speculative import Vegas
 from vegas_ops.speculative.policies import ROWS, SCORES
 
 Cells = dict[tuple[str, int, float], dict[str, float]]
-KINDS = {  # by how a text's name begins
+KINDS = {  # by how a text's name begins; other texts are of a kind of their own
     "book": "prose", "docs": "documentation", "code": "code", "copy": "copying", "copycode": "copying",
     "recall": "recall",
 }  # fmt: skip
@@ -90,9 +90,11 @@ def by_kind(records: Iterable[Record], gamma: int, ratio: float) -> str:
         # Accepted drafts come before refused ones: of every iteration, all up to some position.
         at_least = [r["iterations"], *r["accepted_at"], 0]
         tokens = [n for n in range(1, len(at_least)) for _ in range(at_least[n - 1] - at_least[n])]
-        kinds[r["policy"]][KINDS[re.match("[a-z]+", r["text"])[0]]] += tokens  # type: ignore[index]
+        start = re.split("[^a-z]", r["text"], maxsplit=1)[0]
+        kinds[r["policy"]][KINDS.get(start, r["text"])] += tokens
         means[r["policy"]].append(sum(tokens) / len(tokens))
-    columns = list(dict.fromkeys(KINDS.values()))
+    found_kinds = {kind for texts in kinds.values() for kind in texts}
+    columns = [kind for kind in dict.fromkeys([*KINDS.values(), *sorted(found_kinds)]) if kind in found_kinds]
     rows = []
     for name, texts in kinds.items():
         found = [texts[kind] for kind in columns]
