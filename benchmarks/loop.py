@@ -247,7 +247,7 @@ def hold_prompts(
         held = [hold_random(decoder, context, seed) for seed in range(batch)]
     else:
         if arguments.prompts:
-            known = jsonl_prompts(arguments.prompts, session.tokenizer, arguments.context)
+            known = jsonl_prompts(arguments.prompts, session.tokenizer, context)
             prompts = [known[i % len(known)] for i in range(batch)]
         else:
             paths = sorted(arguments.texts.glob("*.txt")) if arguments.texts else []
