@@ -77,6 +77,16 @@ def test_page_scores(monkeypatch, kernel, page_size, size, dim):
 
 
 @pytest.mark.parametrize("kernel", [False, True])
+def test_a_table_shorter_than_a_page_has_none(monkeypatch, kernel):
+    choose_kernels(monkeypatch, kernel)
+    cache, sequences = filled_cache(8, [5], 24)
+    table, tail = cache.block_table(sequences)[:, :1], torch.tensor([5], dtype=torch.int32, device=DEVICE)
+    q = torch.zeros(1, 6, 24, dtype=cache.k.dtype, device=DEVICE)
+    scores, pages, budgets = page_scores(cache, 0, table, q, tail, tail, 16)
+    assert scores.shape == (2, 0) and pages.tolist() == budgets.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize(("page_size", "size"), [(16, 16), (64, 16), (8, 16), (12, 8)])
 @pytest.mark.parametrize("dim", [64, 24])
 def test_bounds_are_noted_of_the_last_whole_pages(monkeypatch, kernel, page_size, size, dim):

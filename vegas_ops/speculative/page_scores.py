@@ -59,7 +59,8 @@ def page_scores(
     pages = block_table.shape[1] * cache.page_size // size
     scores = torch.empty((batch * heads, pages), device=q.device)
     counts, budgets = torch.empty((2, batch * heads), dtype=torch.int32, device=q.device)
-    _page_scores_kernel[(triton.cdiv(pages, _BLOCK), batch * heads)](
+    # At least one program a list, which also notes its counts.
+    _page_scores_kernel[(max(triton.cdiv(pages, _BLOCK), 1), batch * heads)](
         q, bounds, block_table, tail_start, k, scores, counts, budgets, q.stride(0), q.stride(1),
         block_table.stride(0), pages, cache.unused_slot,
         HEADS=heads, GROUP=q.shape[1] // heads, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), SIZE=size,
