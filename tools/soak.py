@@ -217,12 +217,12 @@ def main() -> int:
         start = time.process_time()  # which other programs do not lengthen
         soak.run(options.requests * (part + 1) // parts - options.requests * part // parts)
         seconds.append(time.process_time() - start)
-        levels.append(soak.levels(compared=part in (parts // 4, parts - 1)))
+        levels.append(soak.levels(compared=part in (parts // 4 - 1, parts - 1)))
         done = sum(soak.ends.values())
         print(
             f"{done} requests, {soak.steps} steps, {seconds[-1]:.1f} s of CPU time: {levels[-1]}", flush=True
         )
-    early, late = levels[parts // 4], levels[-1]
+    early, late = levels[parts // 4 - 1], levels[-1]
     for name, before in early.items():
         print(f"{name}: {before:,} after a quarter, {late[name]:,} at the end")
     ends = ", ".join(f"{n} {reason}" for reason, n in sorted(soak.ends.items()))
