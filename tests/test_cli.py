@@ -337,6 +337,9 @@ def test_a_tie_is_judged_by_how_far_margins_move(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(session.model, "compute_logits", off)
     ((_, moved, _),) = demo.moves_of_margins(decoder, [(plain, 7, other)], 3)
     assert moved == pytest.approx(0.25, abs=1e-3)
+    monkeypatch.setattr(session.model, "compute_logits", lambda hidden: compute(hidden) * torch.nan)
+    ((gap, _, _),) = demo.moves_of_margins(decoder, [(plain, 7, other)], 3)
+    assert gap == torch.inf
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

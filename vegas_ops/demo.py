@@ -237,7 +237,8 @@ def moves_of_margins(
 
     Returns:
         For each (plain request, place in its output, token): the margin there as decoding computes it,
-        the most by which a margin moves, and at how many places it was looked at.
+        infinite where it did not get there, the most by which a margin moves, and at how many places it was
+        looked at.
     """
     decoded: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in partings]
     verified: list[dict[int, torch.Tensor]] = [{} for _ in partings]
@@ -259,7 +260,7 @@ def moves_of_margins(
 
     def look_again(i: int, history: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         n = passed(i, history)
-        if n is not None:  # a draft's at first, then the verification's
+        if n in decoded[i]:  # a draft's at first, then the verification's
             verified[i][n] = (logits[partings[i][0].output[n]] - logits[decoded[i][n][0]]).float()
         return logits
 
@@ -282,5 +283,6 @@ def moves_of_margins(
     for (_, place, _), one, other in zip(partings, decoded, verified, strict=True):
         moves = [(one[n][1] - margin).abs() for n, margin in other.items()]
         most = torch.stack(moves).max().item() if moves else 0.0
-        result.append((abs(one[place][1].item()), most, len(moves)))
+        gap = abs(one[place][1].item()) if place in one else float("inf")
+        result.append((gap, most, len(moves)))
     return result
