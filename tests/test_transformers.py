@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -406,7 +407,7 @@ def refused(
         model = random_model(kind)
         if change is not None:
             model = change(model) or model
-        inputs = {} if "inputs_embeds" in options else BATCH
+        inputs = {} if {"inputs", "inputs_embeds"} & options.keys() else BATCH
         return generate(model, **{**inputs, "max_new_tokens": 4, **options})
 
     return call
@@ -428,6 +429,23 @@ def own_code(model: Any) -> None:
     attention.forward = lambda hidden_states, **kwargs: (torch.zeros_like(hidden_states), None)
 
 
+def own_code_at_the_end(model: Any) -> None:
+    model.model.layers[-1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states * 0, None)
+
+
+def with_bias(model: Any) -> None:
+    attention = model.model.layers[2].self_attn
+    attention.forward = functools.partial(attention.forward, position_bias=torch.ones(1))
+
+
+def more_values(model: Any) -> None:
+    model.model.layers[1].self_attn.v_proj = torch.nn.Linear(64, 64)
+
+
+def other_scale(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling = 0.5
+
+
 def other_head(model: Any) -> None:
     model.lm_head.register_forward_hook(lambda module, arguments, out: out if out.dim() == 2 else 2 * out)
 
@@ -444,6 +462,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "model type": (refused(with_config(model_type="gpt2")), "`model` must be one of .*got gpt2"),
     "no head": (refused(lambda model: model.set_output_embeddings(None)), "`model` must have a language"),
     "own code": (refused(own_code), "`model` must call transformers' attention interface"),
+    "own code at the end": (refused(own_code_at_the_end), "once per layer, 4 times, got 3 calls"),
+    "bias": (refused(with_bias), "`model` must not need `position_bias` in its attention, got it in layer 2"),
+    "values": (refused(more_values), "`model` must have heads of K and V alike, got"),
+    "scale": (refused(other_scale), "the same heads, scale and dtype in every layer, got .* in layer 1"),
     "head": (refused(other_head), "`model` must compute its logits from"),
     "bidirectional": (
         refused(with_config(use_bidirectional_attention=True)),
@@ -453,6 +475,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout": (refused(lambda model: set_dropout(model)), "model.eval()"),
     "dtype": (refused(lambda model: model.double()), "`model` must be bfloat16 or float16 or float32 on cpu"),
     "devices": (refused(lambda model: setattr(model, "hf_device_map", {"a": 0, "b": 1})), "`device_map`"),
+    "no device": (lambda: TransformersModel(random_model("qwen3").to("meta")), "`model` must be on a CPU or"),
+    "sharded": (refused(lambda model: setattr(model, "_is_fsdp_managed_module", True)), "must be whole on"),
     "tensor parallel": (refused(lambda model: setattr(model, "_tp_size", 2)), "`tp_size` must be 1"),
     "beams": (refused(num_beams=2), "num_beams"),
     "prompt lookup": (refused(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens"),
@@ -464,11 +488,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "guidance": (refused(guidance_scale=2.0), "`guidance_scale` must be None"),
     "SynthID": (refused(watermarking_config=SYNTH_ID, do_sample=True), "SynthID"),
     "embeddings": (refused(inputs_embeds=torch.zeros(1, 3, 64)), "`inputs_embeds` must not be given"),
+    "mask's shape": (refused(attention_mask=BATCH["attention_mask"][:, 1:]), "`attention_mask` must have"),
+    "floats": (refused(inputs=BATCH["input_ids"].float()), "`input_ids` must be a .* tensor of token ids"),
     "right padding": (refused(attention_mask=BATCH["attention_mask"].flip(1)), "padding_side = 'left'"),
     "hole": (refused(attention_mask=BATCH["input_ids"] * 0 + HOLE), "`attention_mask` must mask nothing but"),
     "positions": (refused(position_ids=torch.arange(90).expand(3, -1) + 5), "`position_ids` must count"),
     "policy": (refused(policy="best"), "`policy` must be a Policy or one of vegas, "),
     "gamma": (refused(gamma=2.5), "`gamma` must be an integer, got 2.5"),
+    "min_tokens": (refused(min_tokens=True), "`min_tokens` must be an integer, got True"),
     "ratio": (refused(ratio=2.0), "`ratio` must be in"),
     "ratio's type": (refused(ratio="x"), "`ratio` must be a number, got 'x'"),
     "length": (refused(max_new_tokens=10**5), "`max_new_tokens` must be at most .* got 100000"),

@@ -260,9 +260,14 @@ def config(**changes: Any) -> Any:
     parts: dict[str, dict[str, Any]] = {
         "speculative_config": {
             "method": "draft_model", "model": "m", "target_model_config": None, "num_speculative_tokens": 4,
+            "disable_padded_drafter_batch": False, "parallel_drafting": False,
+            "use_heterogeneous_vocab": False,
         },
         "model_config": {"model": "m"},
-        "parallel_config": {"pipeline_parallel_size": 1},
+        "parallel_config": {
+            "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1, "enable_eplb": False, "enable_dbo": False,
+        },
         "cache_config": {"cache_dtype": "auto"},
         "scheduler_config": {"scheduler_cls": None},
     }  # fmt: skip
@@ -286,6 +291,17 @@ def config(**changes: Any) -> Any:
         ({"is_multimodal_model": True}, "got m with inputs other than text"),
         ({"is_encoder_decoder": True}, "got m with an encoder"),
         ({"is_hybrid": True}, "got m with layers with a recurrent state"),
+        ({"is_attention_free": True}, "got m with no attention"),
+        ({"decode_context_parallel_size": 2}, "`decode_context_parallel_size` must be 1, got 2"),
+        ({"prefill_context_parallel_size": 4}, "`prefill_context_parallel_size` must be 1, got 4"),
+        ({"enable_eplb": True}, "`enable_eplb` must be off, got True"),
+        ({"enable_dbo": True}, "`enable_dbo` must be off, got True"),
+        (
+            {"disable_padded_drafter_batch": True},
+            "`disable_padded_drafter_batch` of `speculative_config` must",
+        ),
+        ({"parallel_drafting": True}, "`parallel_drafting` of `speculative_config` must be off"),
+        ({"use_heterogeneous_vocab": True}, "`use_heterogeneous_vocab` of `speculative_config` must be off"),
         ({"lora_config": object()}, "`enable_lora` must be off"),
         ({"kv_transfer_config": object()}, "`kv_transfer_config` must be None"),
         ({"cache_dtype": "fp8"}, "`kv_cache_dtype` must be 'auto', got 'fp8'"),
@@ -302,6 +318,22 @@ def test_what_is_not_served_is_refused(change: dict[str, Any], message: str) -> 
     plugin.check_config(config())
     with pytest.raises(ValueError, match=message):
         plugin.check_config(config(**change))
+
+
+def test_the_second_model_runner_is_refused_on_gpus() -> None:
+    plugin.check_runner(config(), "cuda")
+    second = SimpleNamespace(use_v2_model_runner=True)
+    plugin.check_runner(second, "cpu")
+    with pytest.raises(
+        ValueError, match="must use its first model runner, got the second; unset VLLM_USE_V2"
+    ):
+        plugin.check_runner(second, "cuda")
+
+
+def test_more_requests_than_there_is_room_for_are_refused() -> None:
+    guidance = guidance_for(Options(**SPARSE))
+    with pytest.raises(ValueError, match="`batch` must be at most 6, got 7"):
+        guidance.begin(Batch([1] * 7, [5] * 7).verification(False))
 
 
 def test_fp32_is_refused_on_gpus() -> None:
