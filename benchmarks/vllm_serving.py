@@ -4,7 +4,9 @@ Needs vLLM and vegas_ops in one environment. Prompts are read before, and stay i
 what plain vLLM takes for one token of each, mostly to take the prompts in, is subtracted from every
 time. The metrics are vLLM's own. A text that differs from plain vLLM's is listed with the gap, in
 log-probability, that plain vLLM saw between its own token and the other one; sampled texts
-(--temperatures) are not compared. With --random-weights a large model's shape is timed: its outputs mean
+(--temperatures) are not compared. A batch takes as many steps as its slowest text. What a step costs, in
+steps of plain vLLM, is the tokens per verification ("Mean acceptance length" in vLLM's log) above which
+drafts pay. With --random-weights a large model's shape is timed: its outputs mean
 nothing, and its acceptance is vLLM's synthetic one, at the paper's figure.
 """
 
@@ -150,16 +152,28 @@ def difference(plain: Output, ours: Output) -> tuple[int, float | None] | None:
     return place, round(seen[tokens[place]].logprob - seen[other[place]].logprob, 4)
 
 
+class Steps:
+    """Counts the steps of an engine."""
+
+    def __init__(self, llm: Any) -> None:
+        self.count, self._step = 0, llm.llm_engine.step
+        llm.llm_engine.step = self
+
+    def __call__(self) -> Any:
+        self.count += 1
+        return self._step()
+
+
 def seconds(
     llm: Any, prompts: list[list[int]], tokens: int, repeats: int, temperature: float = 0.0
-) -> tuple[float, list[Output]]:
-    """Of the fastest run, and the last run's outputs."""
+) -> tuple[float, int, list[Output]]:
+    """Of the fastest run; the last run's steps and outputs."""
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        before, start = llm.llm_engine.step.count, time.perf_counter()
         outputs = generate(llm, prompts, tokens, temperature)
         times.append(time.perf_counter() - start)
-    return min(times), outputs
+    return min(times), llm.llm_engine.step.count - before, outputs
 
 
 def measure(
@@ -174,16 +188,18 @@ def measure(
     generate(llm, prompts, 1)
     generate(llm, prompts, min(16, arguments.new_tokens), temperature)
     plain = first is None
-    if first is None:
-        first = seconds(llm, prompts, 1, arguments.repeats)[0]
+    one, first_steps, _ = seconds(llm, prompts, 1, arguments.repeats if plain else 1)
+    first = one if first is None else first
     before = counts(llm)
-    total, outputs = seconds(llm, prompts, arguments.new_tokens, arguments.repeats, temperature)
+    total, steps, outputs = seconds(llm, prompts, arguments.new_tokens, arguments.repeats, temperature)
+    steps -= first_steps
     verifications, drafted, accepted = (b - a for a, b in zip(before, counts(llm), strict=True))
     if plain and not temperature:
         outputs = generate(llm, prompts, arguments.new_tokens, logprobs=_TOP)
     us = 1e6 * (total - first) / (len(prompts) * (arguments.new_tokens - 1))
     record: dict[str, Any] = {
-        "us": round(us, 2), "tokens_per_second": round(1e6 / us, 1), "first_token_s": round(first, 4)
+        "us": round(us, 2), "tokens_per_second": round(1e6 / us, 1), "first_token_s": round(first, 4),
+        "steps": steps, "step_ms": round(1e3 * (total - first) / max(1, steps), 3),
     }  # fmt: skip
     if verifications:
         record |= {
@@ -209,12 +225,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = ResultFile(arguments.out / slug(device_name(device)) / path)
     results.write({**environment(device), "vllm": vllm.__version__, "model": name, "peers": {}})
     table = Table(
-        "context", "batch", "T", "vLLM", "tokens/s", "speed-up", "tokens/round", "as plain", box=None
-    )
+        "context", "batch", "T", "vLLM", "tokens/s", "speed-up", "tokens/round", "pays above", "as plain",
+        box=None,
+    )  # fmt: skip
     base: dict[tuple[int, int, float], tuple[dict[str, Any], list[Output]]] = {}
     cells = list(product(arguments.contexts, arguments.batches, arguments.temperatures))
     for policy in (None, *arguments.policies):
         llm = vllm.LLM(**settings(arguments, model, policy))
+        Steps(llm)
         compilation = llm.llm_engine.vllm_config.compilation_config
         graphs = getattr(compilation.cudagraph_mode, "name", str(compilation.cudagraph_mode))
         for cell in cells:
@@ -233,7 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 base[cell] = record, outputs
             plain, plain_outputs = base[cell]
             record["speed_up"] = round(plain["us"] / record["us"], 3)
-            same = ""
+            same, pays_above = "", ""
+            if policy is not None:
+                record["pays_above"] = round(record["step_ms"] / plain["step_ms"], 2)
+                pays_above = f"{record['pays_above']:.2f}"
             if policy is not None and not (temperature or arguments.random_weights):
                 found = [difference(*pair) for pair in zip(plain_outputs, outputs, strict=True)]
                 record["differences"] = [place for place in found if place is not None]
@@ -242,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             table.add_row(
                 f"{context}", f"{batch}", f"{temperature:g}", case["policy"],
                 f"{record['tokens_per_second']:.0f}", f"{record['speed_up']:.2f}x",
-                f"{record.get('tokens_per_verification', 1.0):.2f}", same,
+                f"{record.get('tokens_per_verification', 1.0):.2f}", pays_above, same,
             )  # fmt: skip
         llm.llm_engine.engine_core.shutdown()
         del llm

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,9 +38,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vegas_ops.integrations import vllm as plugin
+from vegas_ops.integrations import vllm_attention
+from vegas_ops.integrations.vllm_cpu import GuidedCPUImpl
+from vegas_ops.integrations.vllm_guidance import Options
 from vegas_ops.integrations.vllm_proposer import SelfDraftProposer
 from vegas_ops.session import DEMO_MODEL
 
@@ -162,6 +167,20 @@ def test_chunked_prompts_prefixes_and_preemption(model: str, plain: list[list[in
         assert metric(llm, "prefix_cache_hits") > 0
         _, drafts, kept = accepted(llm)
         assert 0 < kept < drafts
+
+
+def test_drafts_stop_at_the_batch_size_that_vllm_is_told(model: str, plain: list[list[int]]) -> None:
+    speculation = {
+        "method": "draft_model", "model": model, "num_speculative_tokens": GAMMA,
+        "num_speculative_tokens_per_batch_size": [(1, 2, 2), (3, 4, 0)],
+    }  # fmt: skip
+    with engine(model, FEW, speculative_config=speculation) as llm:
+        assert generate(llm, TEXTS) == plain
+        verifications, drafts, kept = accepted(llm)
+        # The last of the texts alone is drafted for.
+        assert 0 < kept < drafts == 2 * verifications
+        generate(llm, TEXTS[:4], max_tokens=30)
+        assert accepted(llm) == (verifications, drafts, kept)
 
 
 def test_drafts_that_see_everything_are_all_accepted(model: str, plain: list[list[int]]) -> None:
@@ -315,6 +334,70 @@ def test_models_with_other_attention_are_refused(model: str, tmp_path: Path) -> 
         pass
 
 
+def test_what_is_refused_by_its_name_is_called_so_in_vllm(model: str) -> None:
+    """A check of an attribute that vLLM no longer has would pass whatever is served."""
+    arguments: dict[str, Any] = {"model": model, "dtype": "float32", "max_model_len": 1024}
+    speculation = {"method": "draft_model", "model": model, "num_speculative_tokens": GAMMA}
+    made = EngineArgs(**arguments, speculative_config=speculation).create_engine_config()
+    for part, names in (
+        (made.model_config, ("use_mla", "is_encoder_decoder", "is_attention_free", "is_hybrid")),
+        (made.model_config, ("is_multimodal_model",)),
+        (made.parallel_config, ("decode_context_parallel_size", "prefill_context_parallel_size")),
+        (made.parallel_config, ("pipeline_parallel_size", "enable_eplb", "enable_dbo")),
+        (made.speculative_config, ("disable_padded_drafter_batch", "parallel_drafting")),
+        (made.speculative_config, ("use_heterogeneous_vocab",)),
+        (made, ("use_v2_model_runner", "lora_config", "kv_transfer_config")),
+    ):
+        assert [name for name in names if not hasattr(part, name)] == []
+
+
+PLAIN = {
+    "num_heads": 8, "num_kv_heads": 2, "head_size": 64, "scale": 0.125, "sliding_window": None,
+    "alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "kv_sharing_target_layer_name": None,
+    "attn_type": "decoder",
+}  # fmt: skip
+
+
+def layer_with(kind: type = GuidedCPUImpl, **changes: Any) -> Any:
+    """An attention layer as the plugin sees it."""
+    impl = object.__new__(kind)
+    for name, value in {**PLAIN, **changes}.items():
+        setattr(impl, name, value)
+    backend = SimpleNamespace(get_name=lambda: "FLEX_ATTENTION")
+    return SimpleNamespace(impl=impl, kv_cache_torch_dtype=torch.float32, get_attn_backend=lambda: backend)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window": (63, 0)}, "got a sliding window in last"),
+        ({"alibi_slopes": torch.ones(8)}, "got ALiBi slopes in last"),
+        ({"logits_soft_cap": 30.0}, "got softcap in last"),
+        ({"sinks": torch.ones(8)}, "got attention sinks in last"),
+        ({"kv_sharing_target_layer_name": "first"}, "got another layer's cache in last"),
+        ({"attn_type": "encoder_only"}, "got attention other than a decoder's in last"),
+        ({"num_kv_heads": 4}, "the same heads, scale and dtype in every layer, got .* in last"),
+        ({"kind": CPUAttentionBackendImpl}, "must be one of CPU_ATTN, .* got FLEX_ATTENTION in last; set"),
+        (None, "must have attention layers with a cache, got none"),
+    ],
+)
+def test_layers_of_other_kinds_are_refused(
+    change: dict[str, Any] | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = {} if change is None else {"first": layer_with(), "last": layer_with(**change)}
+    monkeypatch.setattr(vllm_attention, "check_config", lambda vllm_config: Options())
+    monkeypatch.setattr(vllm_attention, "attention_layers", lambda vllm_config: layers)
+    with pytest.raises(ValueError, match=message):
+        vllm_attention.attach(None, torch.device("cpu"))
+
+
+def test_a_quantised_output_is_refused() -> None:
+    impl = layer_with(guidance=object()).impl
+    q = torch.zeros(1, 512)
+    with pytest.raises(ValueError, match="attention must not quantise its output"):
+        impl.forward(None, q, q, q, q, vllm_attention.DraftMetadata(1, q, q), q, output_scale=torch.ones(1))
+
+
 def test_the_benchmark_measures_and_compares(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[1] / "benchmarks" / "vllm_serving.py"
     options = "--contexts 300 --batches 2 --temperatures 0 0.7 --new-tokens 8 --repeats 1 --policies vegas"
@@ -329,3 +412,5 @@ def test_the_benchmark_measures_and_compares(tmp_path: Path) -> None:
     assert vegas["differences"] == [] and "differences" not in ours
     assert [sampled["case"]["temperature"], ours["case"]["temperature"]] == [0.7, 0.7]
     assert 0 < vegas["accepted"] <= vegas["drafted"] <= vegas["verifications"] * vegas["case"]["gamma"]
+    assert vegas["steps"] < plain["steps"] == 7
+    assert vegas["pays_above"] == round(vegas["step_ms"] / plain["step_ms"], 2)

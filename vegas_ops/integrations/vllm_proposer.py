@@ -79,13 +79,17 @@ class SelfDraftProposer(DraftModelProposer):
         num_rejected_tokens_gpu: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
+        if not num_speculative_tokens:
+            # A schedule by batch size may ask for none; the cache is the target's, and complete.
+            self._last_draft_probs = None
+            return next_token_ids.new_empty((common_attn_metadata.batch_size(), 0), dtype=torch.int64)
         # The base would subtract them after its first pass; ours starts behind them.
         self._num_rejected = num_rejected_tokens_gpu
         # Replays of shared graphs overwrite what the logprobs of prompts are still to be made of.
         prompt_logprobs = getattr(self._runner, "num_prompt_logprobs", None)
         kept = target_hidden_states.clone() if prompt_logprobs else None
         greedy = sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs
-        if greedy and num_speculative_tokens and self._alone():
+        if greedy and self._alone():
             self.num_speculative_tokens, self._last_draft_probs = num_speculative_tokens, None
             keys, slots = self._first_inputs(next_token_ids, common_attn_metadata)
             steps = self._draft_steps()
