@@ -38,7 +38,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vegas_ops.integrations import vllm as plugin
@@ -165,6 +167,26 @@ def test_chunked_prompts_prefixes_and_preemption(model: str, plain: list[list[in
         assert generate(llm, TEXTS) == plain
         assert metric(llm, "num_preemptions") > 0
         assert metric(llm, "prefix_cache_hits") > 0
+        _, drafts, kept = accepted(llm)
+        assert 0 < kept < drafts
+
+
+def test_steps_are_scheduled_ahead(
+    model: str, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the last one's tokens are known, as on GPUs: on CPUs vLLM would switch that off."""
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def keep(cls: type, vllm_config: Any) -> None:
+        asked = vllm_config.scheduler_config.async_scheduling
+        update(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asked
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep))
+    with engine(model, FEW, async_scheduling=True, **TIGHT) as llm:
+        assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
+        assert generate(llm, TEXTS) == plain
+        assert metric(llm, "num_preemptions") > 0
         _, drafts, kept = accepted(llm)
         assert 0 < kept < drafts
 
