@@ -9,9 +9,13 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import tarfile
+import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -34,6 +38,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
 )
 
+import tokenizers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -279,20 +284,78 @@ def test_logprobs_are_those_of_plain_vllm(model: str) -> None:
             assert row.keys() & other.keys()
 
 
-def test_real_text_with_the_packaged_model() -> None:
-    import tokenizers
+REAL = {"max_model_len": 4096, "max_num_batched_tokens": 1024, "max_num_seqs": 3}
 
+
+@pytest.fixture(scope="module")
+def real() -> tuple[list[list[int]], list[list[int]]]:
+    """Real texts, and how the packaged model goes on without speculation."""
     source = Path(tarfile.__file__).read_text()
     ids = tokenizers.Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(source).ids
     texts = [ids[:3000], ids[:1500], ids[1000:2500]]
-    size = {"max_model_len": 4096, "max_num_batched_tokens": 1024, "max_num_seqs": 3}
-    with engine(str(DEMO_MODEL), **size) as llm:
-        expected = generate(llm, texts, max_tokens=100)
-    with engine(str(DEMO_MODEL), {"policy": "vegas-lookahead", "min_tokens": 64}, **size) as llm:
-        assert generate(llm, texts, max_tokens=100) == expected
+    with engine(str(DEMO_MODEL), **REAL) as llm:
+        return texts, generate(llm, texts)
+
+
+def test_real_text_with_the_packaged_model(real: tuple[list[list[int]], list[list[int]]]) -> None:
+    texts, expected = real
+    with engine(str(DEMO_MODEL), {"policy": "vegas-lookahead", "min_tokens": 64}, **REAL) as llm:
+        assert generate(llm, texts) == expected
         _, drafts, kept = accepted(llm)
         # The text goes on as it began, and the policy follows it.
         assert kept > 0.6 * drafts
+
+
+def test_a_server_drafts_and_counts(real: tuple[list[list[int]], list[list[int]]], tmp_path: Path) -> None:
+    """`vllm serve`, whose engine is a process of its own; by its module, because the command of this
+    build of vLLM asks for a package called vllm."""
+    texts, expected = real
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    speculation = {"method": "draft_model", "model": str(DEMO_MODEL), "num_speculative_tokens": GAMMA}
+    options = {
+        "model": DEMO_MODEL, "host": "127.0.0.1", "port": port, "dtype": "float32", "max-model-len": 4096,
+        "speculative-config": json.dumps(speculation),
+        "additional-config": json.dumps({"vegas_ops": {"min_tokens": 64}}),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    environment = {name: v for name, v in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+
+    def get(path: str, body: dict[str, Any] | None = None) -> str:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}{path}",
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.read().decode()
+
+    try:
+        end = time.monotonic() + 200
+        while True:
+            assert server.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
+            try:
+                get("/health")
+                break
+            except OSError:
+                time.sleep(0.2)
+        body = {"model": str(DEMO_MODEL), "prompt": texts[1], "max_tokens": 100, "temperature": 0}
+        answer = json.loads(get("/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True}))
+        metrics = get("/metrics")
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert answer["choices"][0]["token_ids"] == expected[1]
+    drafts, kept = (
+        float(re.findall(rf"^vllm:spec_decode_num_{name}_tokens_total\{{.*\}} (\S+)$", metrics, re.M)[0])
+        for name in ("draft", "accepted")
+    )
+    assert 0.3 * drafts < kept <= drafts
 
 
 def test_without_its_key_draft_models_are_as_before(model: str, plain: list[list[int]]) -> None:
