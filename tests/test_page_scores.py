@@ -96,7 +96,7 @@ def test_bounds_are_noted_of_the_last_whole_pages(monkeypatch, kernel, page_size
     table[3] = -1  # an unused row
     ends = torch.tensor([6 * size + 5, 3 * size, size - 1, 0], device=DEVICE, dtype=torch.int32)
     unknown = 7.5
-    cache._bounds_by(size).fill_(unknown)
+    cache.keys_and_bounds(size)[1].fill_(unknown)
     note_bounds(cache, table, ends, 4, size)
     for layer in range(2):
         bounds = cache.key_bounds(layer, table, size)

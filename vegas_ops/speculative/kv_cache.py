@@ -259,10 +259,12 @@ class PagedKVCache:
         home = slots.masked_fill(slots < 0, self.unused_slot) // math.gcd(size, self.page_size)
         return self._bounds_by(size)[layer][home]
 
-    def bounds_of(self, layer: int, size: int) -> tuple[Tensor, int]:
-        """A layer's bounds (places, 2, num_heads_kv, head_dim), contiguous, and the slots per place: a
-        block's place is its first token's slot divided by that."""
-        return self._bounds_by(size)[layer], math.gcd(size, self.page_size)
+    def keys_and_bounds(self, size: int) -> tuple[Tensor, Tensor, int]:
+        """For kernels that do what `bound_keys` and `key_bounds` do: K of all layers with the page of padded
+        rows, (num_layers, num_pages + 1, page_size, num_heads_kv, head_dim); bounds of all layers,
+        (num_layers, places, 2, num_heads_kv, head_dim), contiguous; and the slots per place: a block's place
+        is its first token's slot divided by that."""
+        return self._k, self._bounds_by(size), math.gcd(size, self.page_size)
 
     def _bounds_by(self, size: int) -> Tensor:
         """Bounds by the slot of a block's first token; no two blocks of a sequence share a place."""

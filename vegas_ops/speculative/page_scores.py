@@ -54,7 +54,8 @@ def page_scores(
         scores = page_scores_by_torch(cache, layer, block_table, q, tail_start, size)
         counts, budgets = ((x // size).repeat_interleave(heads) for x in (tail_start, k))
         return scores.flatten(0, 1), counts, budgets
-    bounds, step = cache.bounds_of(layer, size)
+    _, all_bounds, step = cache.keys_and_bounds(size)
+    bounds = all_bounds[layer]
     batch, dim = q.shape[0], bounds.shape[3]
     pages = block_table.shape[1] * cache.page_size // size
     scores = torch.empty((batch * heads, pages), device=q.device)
@@ -88,12 +89,12 @@ def note_bounds(cache: PagedKVCache, block_table: Tensor, ends: Tensor, count: i
         last = ends.long()[:, None] // size
         cache.bound_keys(block_table, last - 1 - torch.arange(count, device=cache.device), size)
         return
-    keys, bounds = cache._k, cache._bounds_by(size)
+    keys, bounds, step = cache.keys_and_bounds(size)
     layers, _, page_size, heads, dim = keys.shape
     _bounds_kernel[(block_table.shape[0] * count, layers)](
         keys, bounds, block_table, ends, count, keys.stride(0), bounds.stride(0), block_table.stride(0),
         cache.unused_slot, HEADS=heads, DIM=dim, BLOCK_D=triton.next_power_of_2(dim), SIZE=size,
-        BLOCK_S=triton.next_power_of_2(size), PAGE_SIZE=page_size, STEP=cache.bounds_of(0, size)[1],
+        BLOCK_S=triton.next_power_of_2(size), PAGE_SIZE=page_size, STEP=step,
         **jit.launch_options(cache.device),
     )  # fmt: skip
 
