@@ -19,6 +19,7 @@ OUTPUTS = {
     vegas_ops.flash_attn_with_logit_dump: ("out", "lse", "logits", "guide_lse"),
     vegas_ops.sparse_paged_decode: ("out", "lse"),
     vegas_ops.topk_aggregate_logits: ("indices", "topk_length"),
+    vegas_ops.aggregate_logits: ("out",),
 }
 REQUIRED = {
     vegas_ops.flash_attn_with_logit_dump: (
@@ -26,7 +27,9 @@ REQUIRED = {
     ),
     vegas_ops.sparse_paged_decode: ("q", "k_cache", "v_cache", "indices", "topk_length"),
     vegas_ops.topk_aggregate_logits: ("logits", "seqlens"),
+    vegas_ops.aggregate_logits: ("logits", "seqlens"),
 }  # fmt: skip
+SELECTIONS = (vegas_ops.topk_aggregate_logits, vegas_ops.aggregate_logits)
 SETTINGS: dict[Any, list[tuple[str, Any]]] = {
     vegas_ops.flash_attn_with_logit_dump: [
         ("max_seqlen_q", -1), ("max_seqlen_q", None), ("max_seqlen_k", -1), ("max_seqlen_k", 2**31),
@@ -37,6 +40,9 @@ SETTINGS: dict[Any, list[tuple[str, Any]]] = {
         ("max_k", -1), ("max_k", None), ("pool", (-1, 0)), ("pool", 3), ("num_sink", -1), ("num_recent", -1),
         ("mode", "mean"), ("mode", None), ("dump", "none"), ("dump", 2), ("k", "many"), ("k", None),
         ("k", 2**40),
+    ],
+    vegas_ops.aggregate_logits: [
+        ("mode", "mean"), ("mode", None), ("dump", "none"), ("dump", None), ("dump", 2),
     ],
 }  # fmt: skip
 for _op in (vegas_ops.flash_attn_with_logit_dump, vegas_ops.sparse_paged_decode):
@@ -66,7 +72,9 @@ def random_call(
     if isinstance(subject, SelectSubject):
         one = subject.twin
         outputs = subject.outputs(0)
-        outputs.pop("sums")
+        sums = outputs.pop("sums")
+        if draw.maybe():
+            return vegas_ops.aggregate_logits, {"logits": one.logits, **one.dump_kwargs, "out": sums}
         call = {"logits": one.logits, **one.dump_kwargs, **one.kwargs, **outputs}
         return vegas_ops.topk_aggregate_logits, _with_workspace(call, subject, draw, workspaces)
     names = ("q", "k_cache", "v_cache", "indices", "topk_length")
@@ -100,7 +108,7 @@ def _more_dimensions(op: Any, call: Call, draw: Draw, names: list[str]) -> str |
 
 def _one_less(op: Any, call: Call, draw: Draw, names: list[str]) -> str | None:
     name = draw.choice(names)
-    if op is vegas_ops.topk_aggregate_logits and name == "logits":
+    if op in SELECTIONS and name == "logits":
         return None  # may be of as many layers as it likes
     if name not in SIZED or call[name].shape[0] == 0 or call[name].numel() == 0:
         return None
@@ -175,6 +183,17 @@ def _overlap(op: Any, call: Call, draw: Draw, names: list[str]) -> str | None:
         at = indices.numel() - 1
         call["topk_length"] = both[at : at + counts.numel()].view(counts.shape)
         return "indices"
+    if op is vegas_ops.aggregate_logits:
+        out, logits = call["out"], call["logits"]
+        if out.numel() == 0:
+            return None
+        if logits.dtype == torch.float32 and logits.shape == out.shape and draw.maybe():
+            call["out"] = logits
+        elif out.shape[0] > 1:
+            call["out"] = out[:1].expand(out.shape)
+        else:
+            return None
+        return "out"
     if call["q"].numel() == 0:
         return None
     way = draw.integer(0, 2)
@@ -198,13 +217,21 @@ def _overlap(op: Any, call: Call, draw: Draw, names: list[str]) -> str | None:
     return "out"
 
 
+def _unaligned_workspace(op: Any, call: Call, draw: Draw, names: list[str]) -> str | None:
+    workspace = call.get("workspace")
+    if workspace is None or workspace.numel() < 2:
+        return None
+    call["workspace"] = workspace[1:]
+    return "workspace"
+
+
 def _bad_length(op: Any, call: Call, draw: Draw, names: list[str]) -> str | None:
     """Integers on the CPU are host data."""
     name = draw.choice(INTEGERS)
     tensor = call.get(name)
     if tensor is None or tensor.device.type != "cpu" or tensor.numel() == 0:
         return None
-    if op is vegas_ops.topk_aggregate_logits and name == "cu_seqlens_q":
+    if op in SELECTIONS and name == "cu_seqlens_q":
         return None  # tells the rows of some dumps alone
     if name == "seqused_k" and op is vegas_ops.sparse_paged_decode and call["block_table"] is None:
         return None
@@ -217,7 +244,8 @@ def _bad_length(op: Any, call: Call, draw: Draw, names: list[str]) -> str | None
 
 FAULTS = (
     _another_dtype, _more_dimensions, _one_less, _another_device, _strided, _missing, _no_tensor,
-    _bad_setting, _bad_setting, _bad_page_size, _no_slots_in_a_window, _overlap, _bad_length,
+    _bad_setting, _bad_setting, _bad_page_size, _no_slots_in_a_window, _overlap,
+    _unaligned_workspace, _bad_length,
 )  # fmt: skip
 
 

@@ -6,10 +6,11 @@ import os
 import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
-from op_cases import SENTINEL, VerifyCase, case_dtype
+from op_cases import SENTINEL, SparseCase, VerifyCase, case_dtype
 from op_checks import assert_same_bits
 
 import vegas_ops
@@ -119,3 +120,19 @@ def test_every_call_leaves_zeros(cuda: torch.device) -> None:
     environment = {**os.environ, "VEGAS_OPS_CHECK": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("op", ("flash_attn_with_logit_dump", "sparse_paged_decode"))
+@pytest.mark.parametrize("bytes_given", (0, 16, 1024))
+def test_too_small_a_workspace_is_refused(cuda: torch.device, op: str, bytes_given: int) -> None:
+    common: dict[str, Any] = {"device": cuda, "dtype": torch.bfloat16, "head_dim": 128}
+    case: VerifyCase | SparseCase = VerifyCase(lengths=(2000,), q_lens=(8,), dump="token", **common)
+    if op == "sparse_paged_decode":
+        case = SparseCase(lengths=(2000,), tail_starts=(100,), **common)
+    outputs = case.outputs(SENTINEL)
+    workspace = torch.zeros(bytes_given, dtype=torch.uint8, device=cuda)
+    call = {**case.kwargs, "num_splits": 4, **outputs, "workspace": workspace}
+    with pytest.raises(ValueError, match="`workspace` must have at least"):
+        getattr(vegas_ops, op)(*case.args, **call)
+    for name, tensor in outputs.items():
+        assert bool((tensor == SENTINEL).all()), f"{name} was written"

@@ -49,12 +49,6 @@ inline Span cache_span(const VegasPagedCache& cache, const VegasCacheView& view,
                {cache.num_heads_kv, view.stride_head}});
 }
 
-inline int check_workspace(const void* workspace) {
-  VEGAS_CHECK(reinterpret_cast<uintptr_t>(workspace) % 16 == 0, "`workspace` must be aligned to 16 bytes, got %p",
-              workspace);
-  return VEGAS_OK;
-}
-
 inline int check_softmax(float softmax_scale, float softcap, int window_left, int window_right, int num_splits) {
   VEGAS_CHECK(isfinite(softmax_scale), "`softmax_scale` must be finite, got %g", double(softmax_scale));
   VEGAS_CHECK(isfinite(softcap) && softcap >= 0, "`softcap` must be finite and 0 or more, got %g", double(softcap));

@@ -2,6 +2,8 @@
 // arguments to the kernels of a device.
 #pragma once
 
+#include <stdint.h>
+
 #include <type_traits>
 
 #include "common/backends.h"
@@ -13,6 +15,12 @@ inline int check_call(const void* params, VegasDevice device) {
   VEGAS_CHECK(params, "`params` must be given, got NULL");
   VEGAS_CHECK(device == VEGAS_CPU || device == VEGAS_CUDA, "`device` must be VEGAS_CPU or VEGAS_CUDA, got %d",
               int(device));
+  return VEGAS_OK;
+}
+
+inline int check_workspace(const void* workspace) {
+  VEGAS_CHECK(reinterpret_cast<uintptr_t>(workspace) % 16 == 0, "`workspace` must be aligned to 16 bytes, got %p",
+              workspace);
   return VEGAS_OK;
 }
 

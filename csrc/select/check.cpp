@@ -103,6 +103,7 @@ int check_selection(const VegasSelectParams& p) {
   VEGAS_CHECK(p.page_size >= 0, "`page_size` must not be negative, got %d", p.page_size);
   VEGAS_CHECK(p.max_pages >= 0, "`block_table` must have no negative dimension, got %d", p.max_pages);
   VEGAS_CHECK(!p.block_table || p.page_size > 0, "`page_size` must be positive, got %d", p.page_size);
+  if (int status = check_workspace(p.workspace)) return status;
   const bool empty = p.layers == 0 || p.batch == 0;
   VEGAS_CHECK(empty || p.max_k == 0 || p.indices, "`indices` must be given, got none");
   VEGAS_CHECK(empty || p.topk_length, "`topk_length` must be given, got none");

@@ -461,8 +461,6 @@ int select_in_waves(const VegasSelectParams& p, LaunchSelection launch, bool lau
   if (lists == 0) return VEGAS_OK;
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must hold at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
-  VEGAS_CHECK(reinterpret_cast<uintptr_t>(p.workspace) % 16 == 0, "`workspace` must be aligned to 16 bytes, got %p",
-              p.workspace);
 
   // Where rows of scores are needed, as many lists at a time as the workspace has room for.
   int64_t wave_lists = list_bytes ? (p.workspace_bytes - kStateBytes) / list_bytes : kMaxLists;
