@@ -107,9 +107,9 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     if (first_row >= s.packed_rows) {
       for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
         wait_barrier(shared.keys_full[ring.stage], ring.phase);
-        arrive_as_warp(shared.keys_empty[ring.stage]);
+        arrive_barrier(shared.keys_empty[ring.stage]);
         wait_barrier(shared.values_full[ring.stage], ring.phase);
-        arrive_as_warp(shared.values_empty[ring.stage]);
+        arrive_barrier(shared.values_empty[ring.stage]);
         ring.advance();
       }
       continue;
@@ -260,14 +260,14 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
         const bool plain = !forms_logits && valid.all() && first_key >= first_full_key &&
                            first_key + T::kTileKeys - 1 <= last_full_key;
         const bool gathered = boxes.box == 0 || !valid.all();
-        arrive_as_warp(shared.keys_empty[stage]);
+        arrive_barrier(shared.keys_empty[stage]);
         if (warp_in_use) {
           if (!plain) finish_logits(first_key, valid);
           weigh();
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(output);
-        if (previous >= 0) arrive_as_warp(shared.values_empty[previous]);
+        if (previous >= 0) arrive_barrier(shared.values_empty[previous]);
         previous = stage;
         if (warp_in_use) {
           if (moved) {
@@ -299,7 +299,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
       accumulate_values(previous);
       warpgroup_wait<0>();
       warpgroup_fence_operand(output);
-      arrive_as_warp(shared.values_empty[previous]);
+      arrive_barrier(shared.values_empty[previous]);
     }
 
 #pragma unroll
@@ -348,22 +348,24 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
   const bool guided = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD;
   if (threadIdx.x == 0) {
     using cutlass::arch::ClusterBarrier;
+    constexpr int kRowThreads = T::kRowGroups * kGroupThreads;
+    constexpr int kGuideThreads = 32 * kGuideWarps;
     for (int stage = 0; stage < T::kStages; ++stage) {
       ClusterBarrier::init(&shared.keys_full[stage], 32 + 1);
       ClusterBarrier::init(&shared.values_full[stage], 32);
       // Of an fp8 cache, the guide warps get products.
-      ClusterBarrier::init(&shared.keys_empty[stage], T::kRowGroups * 4 + (guided && !T::kFp8 ? kGuideWarps : 0));
-      ClusterBarrier::init(&shared.values_empty[stage], T::kRowGroups * 4);
+      ClusterBarrier::init(&shared.keys_empty[stage], kRowThreads + (guided && !T::kFp8 ? kGuideThreads : 0));
+      ClusterBarrier::init(&shared.values_empty[stage], kRowThreads);
     }
     for (int slot = 0; slot < kSegmentSlots; ++slot) {
       ClusterBarrier::init(&shared.segment_full[slot], 1);
-      ClusterBarrier::init(&shared.segment_empty[slot], 32 * (2 + T::kRowGroups * 4 + (guided ? kGuideWarps : 0)));
+      ClusterBarrier::init(&shared.segment_empty[slot], 2 * 32 + kRowThreads + (guided ? kGuideThreads : 0));
     }
     if constexpr (T::kFp8) {
-      ClusterBarrier::init(&shared.rows.guides_ready, kGuideWarps);
+      ClusterBarrier::init(&shared.rows.guides_ready, kGuideThreads);
       for (int slot = 0; slot < T::kGuideSlots; ++slot) {
-        ClusterBarrier::init(&shared.rows.guide_full[slot], kGroupWarps);
-        ClusterBarrier::init(&shared.rows.guide_empty[slot], kGuideWarps);
+        ClusterBarrier::init(&shared.rows.guide_full[slot], kGroupThreads);
+        ClusterBarrier::init(&shared.rows.guide_empty[slot], kGuideThreads);
       }
     }
     cutlass::arch::fence_barrier_init();
@@ -389,7 +391,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     if constexpr (T::kFp8) {
-      attend_columns<T>(p, w, shared);
+      ColumnAttention<T>(p, w, shared).attend();
     } else {
       attend_rows<T>(p, w, boxes, shared);
     }

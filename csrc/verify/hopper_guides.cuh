@@ -16,7 +16,7 @@ __device__ __forceinline__ void hand_guides(const VegasVerifyParams& p, const Se
     portable::guide_column<typename T::Element>(p, s.request, s.kv_head, task % kColumns, task / kColumns, made);
     *reinterpret_cast<uint4*>(rows.guides[task % kColumns] + task / kColumns * 8) = made[0];
   }
-  arrive_as_warp(rows.guides_ready);
+  arrive_barrier(rows.guides_ready);
 }
 
 // Keys on the 16-row side of mma.m16n8k16, guide columns on the 8-column side; the guide warps share the keys of a
@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
       if constexpr (!T::kFp8) {
         for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
           wait_barrier(shared.keys_full[ring.stage], ring.phase);
-          arrive_as_warp(shared.keys_empty[ring.stage]);
+          arrive_barrier(shared.keys_empty[ring.stage]);
           ring.advance();
         }
       }
@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
         }
         if (k + 1 == kSteps) {
           valid = shared.valid[ring.stage].words[own_column / 32] >> own_column % 32;
-          arrive_as_warp(shared.keys_empty[ring.stage]);
+          arrive_barrier(shared.keys_empty[ring.stage]);
         }
 #pragma unroll
         for (int m = 0; m < kProducts; ++m) {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
         wait_barrier(shared.rows.guide_full[products_ring.stage], products_ring.phase);
         const float2 received = shared.rows.guide_products[products_ring.stage][own_column];
         valid = shared.rows.guide_valid[products_ring.stage].words[own_column / 32] >> own_column % 32;
-        arrive_as_warp(shared.rows.guide_empty[products_ring.stage]);
+        arrive_barrier(shared.rows.guide_empty[products_ring.stage]);
         products_ring.advance();
         products[0][0] = received.x;
         products[1][0] = received.y;

@@ -39,8 +39,10 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
     // The first is there from the start.
     if (!values && !first) {
       wait_barrier(shared.segment_empty[segments.ring.stage], segments.ring.phase ^ 1);
-      if (lane == 0) shared.segments[segments.ring.stage] = next_segment(p, w, shared.share);
-      arrive_as_warp(shared.segment_full[segments.ring.stage]);
+      if (lane == 0) {
+        shared.segments[segments.ring.stage] = next_segment(p, w, shared.share);
+        arrive_barrier(shared.segment_full[segments.ring.stage]);
+      }
     }
     first = false;
     const Segment* next = segments.next();

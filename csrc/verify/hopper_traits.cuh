@@ -239,16 +239,10 @@ __device__ __forceinline__ void wait_barrier(const uint64_t& barrier, uint32_t p
   asm volatile("" ::: "memory");  // CUTLASS does not tell the compiler that memory has changed
 }
 
-// What this thread has read and written comes before.
+// What this thread has read and written comes before: barriers count every lane, none arrives for others.
 __device__ __forceinline__ void arrive_barrier(const uint64_t& barrier) {
   asm volatile("" ::: "memory");
   cutlass::arch::ClusterBarrier::arrive(&barrier);
-}
-
-// Called by whole warps.
-__device__ __forceinline__ void arrive_as_warp(const uint64_t& barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) arrive_barrier(barrier);
 }
 
 // A role's walk through the CTA's segments: next() waits for a segment, done() gives its slot back. Every lane for
