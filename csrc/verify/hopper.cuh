@@ -59,30 +59,13 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
       }
     }();
     const Tensor tile = make_tensor(make_smem_ptr(reinterpret_cast<Mma*>(shared.keys[stage])), typename T::KeyLayout{});
-    const Tensor keys = thread_qk.partition_fragment_B(tile);
-    warpgroup_fence_operand(scores);
-    warpgroup_arrive();
-    qk.accumulate_ = GMMA::ScaleOut::Zero;
-#pragma unroll
-    for (int k = 0; k < size<2>(query); ++k) {
-      cute::gemm(qk, query(_, _, k), keys(_, _, k), scores);
-      qk.accumulate_ = GMMA::ScaleOut::One;
-    }
-    warpgroup_commit_batch();
-    warpgroup_fence_operand(scores);
+    multiply_tiles(qk, query, thread_qk.partition_fragment_B(tile), scores, GMMA::ScaleOut::Zero);
   };
   const auto accumulate_values = [&](int stage) __attribute__((always_inline)) {
     const Tensor tile =
         make_tensor(make_smem_ptr(reinterpret_cast<Mma*>(shared.values[stage])), typename T::ValueLayout{});
-    const Tensor values = thread_pv.partition_fragment_B(tile);
-    warpgroup_fence_operand(output);
     warpgroup_fence_operand(weights);
-    warpgroup_arrive();
-    pv.accumulate_ = GMMA::ScaleOut::One;
-#pragma unroll
-    for (int k = 0; k < size<2>(weights); ++k) cute::gemm(pv, weights(_, _, k), values(_, _, k), output);
-    warpgroup_commit_batch();
-    warpgroup_fence_operand(output);
+    multiply_tiles(pv, weights, thread_pv.partition_fragment_B(tile), output, GMMA::ScaleOut::One);
   };
   // Rows that cp.async wrote are handed over to the tensor cores; boxes come through their own proxy.
   const auto hand_over = [&](int stage) {

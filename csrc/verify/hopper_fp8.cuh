@@ -208,17 +208,8 @@ class ColumnAttention {
     if (guided_) multiply_guides(valid);
     const auto query = qk_.get_thread_slice(thread_).partition_fragment_B(
         cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<Mma*>(rows_.query)), typename T::QueryLayout{}));
-    cute::warpgroup_fence_operand(scores_);
     cute::warpgroup_fence_operand(keys_);
-    cute::warpgroup_arrive();
-    qk_.accumulate_ = cute::GMMA::ScaleOut::Zero;
-#pragma unroll
-    for (int k = 0; k < cute::size<2>(keys_); ++k) {
-      cute::gemm(qk_, keys_(cute::_, cute::_, k), query(cute::_, cute::_, k), scores_);
-      qk_.accumulate_ = cute::GMMA::ScaleOut::One;
-    }
-    cute::warpgroup_commit_batch();
-    cute::warpgroup_fence_operand(scores_);
+    multiply_tiles(qk_, keys_, query, scores_, cute::GMMA::ScaleOut::Zero);
   }
 
   // The guide rows' products with the keys in registers, handed to the guide warps.
@@ -262,16 +253,8 @@ class ColumnAttention {
     value_ring_.advance();
     const auto weights = pv_.get_thread_slice(thread_).partition_fragment_B(cute::make_tensor(
         cute::make_smem_ptr(reinterpret_cast<cute::half_t*>(rows_.weights[buffer_])), typename T::WeightLayout{}));
-    cute::warpgroup_fence_operand(output_);
     cute::warpgroup_fence_operand(values_);
-    cute::warpgroup_arrive();
-    pv_.accumulate_ = cute::GMMA::ScaleOut::One;
-#pragma unroll
-    for (int k = 0; k < cute::size<2>(values_); ++k) {
-      cute::gemm(pv_, values_(cute::_, cute::_, k), weights(cute::_, cute::_, k), output_);
-    }
-    cute::warpgroup_commit_batch();
-    cute::warpgroup_fence_operand(output_);
+    multiply_tiles(pv_, values_, weights, output_, cute::GMMA::ScaleOut::One);
     buffer_ ^= 1;
   }
 

@@ -171,6 +171,22 @@ struct PendingSum {
 // tanh(x) for y = 2 log2(e) x, with an absolute error below 2^-22: enough for weights, and a few instructions.
 __device__ __forceinline__ float capped_share(float y) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(y)); }
 
+// d = a b, or d += a b, by a warpgroup: a batch for warpgroup_wait. Registers of `a` are fenced by the caller.
+template <class TiledMma, class A, class B, class D>
+__device__ __forceinline__ void multiply_tiles(TiledMma& mma, const A& a, const B& b, D& d,
+                                               cute::GMMA::ScaleOut first) {
+  cute::warpgroup_fence_operand(d);
+  cute::warpgroup_arrive();
+  mma.accumulate_ = first;
+#pragma unroll
+  for (int k = 0; k < cute::size<2>(a); ++k) {
+    cute::gemm(mma, a(cute::_, cute::_, k), b(cute::_, cute::_, k), d);
+    mma.accumulate_ = cute::GMMA::ScaleOut::One;
+  }
+  cute::warpgroup_commit_batch();
+  cute::warpgroup_fence_operand(d);
+}
+
 // What row groups keep in shared memory.
 template <class T, bool kFp8 = T::kFp8>
 struct RowMemory {
