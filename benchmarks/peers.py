@@ -150,6 +150,19 @@ class Peers:
     fa3: FlashAttention3 | None = None
     flashinfer: FlashInfer | None = None
 
+    @classmethod
+    def find(cls, is_cuda: bool) -> Peers:
+        return cls(FlashAttention3.find(), FlashInfer.find()) if is_cuda else cls()
+
+    def versions(self) -> dict[str, str]:
+        """For the header of results; torch is always there."""
+        found = {"torch": str(torch.__version__)}
+        if self.fa3 is not None:
+            found["FlashAttention-3"] = self.fa3.version
+        if self.flashinfer is not None:
+            found["FlashInfer"] = self.flashinfer.version
+        return found
+
 
 def bind(launch: Callable[[Tensor, Tensor], object], caches: KeysValues) -> list[Callable[[], object]]:
     """One call per pair of K and V."""

@@ -262,14 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; see --help. Returns 1 if a cell failed."""
     arguments = harness.parse_arguments("sparse", __doc__, argv)
     bench = Bench(arguments)
-    peers = Peers(FlashAttention3.find(), FlashInfer.find()) if bench.is_cuda else Peers()
-    versions = {"torch": str(torch.__version__)}
-    if peers.fa3 is not None:
-        versions["FlashAttention-3"] = peers.fa3.version
-    if peers.flashinfer is not None:
-        versions["FlashInfer"] = peers.flashinfer.version
+    peers = Peers.find(bench.is_cuda)
     cases = _cuda_cases(bench.quick) if bench.is_cuda else _cpu_cases(bench.quick)
-    return harness.run("sparse", arguments, bench, [_cell(case, peers) for case in cases], versions)
+    return harness.run("sparse", arguments, bench, [_cell(case, peers) for case in cases], peers.versions())
 
 
 if __name__ == "__main__":

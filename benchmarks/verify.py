@@ -16,8 +16,6 @@ import harness
 import torch
 from harness import Bench, Cell, Contender, Launch, Setup
 from peers import (
-    FlashAttention3,
-    FlashInfer,
     Peers,
     bmm_softmax_bmm,
     contiguous,
@@ -458,16 +456,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; see --help. Returns 1 if a cell failed."""
     arguments = harness.parse_arguments("verify", __doc__, argv, GROUPS, QUICK_GROUPS)
     bench = Bench(arguments)
-    peers = Peers(FlashAttention3.find(), FlashInfer.find()) if bench.is_cuda else Peers()
-    versions = {"torch": str(torch.__version__)}
-    if peers.fa3 is not None:
-        versions["FlashAttention-3"] = peers.fa3.version
-    if peers.flashinfer is not None:
-        versions["FlashInfer"] = peers.flashinfer.version
+    peers = Peers.find(bench.is_cuda)
     groups = _cuda_groups(peers) if bench.is_cuda else _cpu_groups(bench.quick)
     # A cell of two groups is measured once.
     chosen = {repr((cell.regime, cell.case)): cell for name in arguments.cells for cell in groups[name]}
-    return harness.run("verify", arguments, bench, list(chosen.values()), versions)
+    return harness.run("verify", arguments, bench, list(chosen.values()), peers.versions())
 
 
 if __name__ == "__main__":
