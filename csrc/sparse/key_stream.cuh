@@ -125,11 +125,14 @@ struct KeyStream {
   // What prepare() read, as it is now.
   struct Current {
     LookedUp looked_up;
+    int counts[LongestLists::kKept];
     int listed;
     int entry[kParts];
     int page[kParts];
 
-    __device__ __forceinline__ explicit Current(const KeyStream& s) : looked_up(s.p), listed(s.listed) {
+    __device__ __forceinline__ explicit Current(const KeyStream& s)
+        : looked_up(s.p, s.walk.lists), listed(s.listed) {
+      if (has_lists_per_head(s.p)) LongestLists::read(s.p, counts);
       const int32_t* own = s.fetched_once ? s.count_source() : nullptr;
       if (own) listed = load_current(own);
 #pragma unroll
@@ -143,14 +146,18 @@ struct KeyStream {
       changed = changed || (s.fetched_once && listed != s.listed);
 #pragma unroll
       for (int i = 0; i < kParts; ++i) changed = changed || s.entry[i] != entry[i] || s.page[i] != page[i];
-      return __any_sync(0xffffffffu, changed);
+      if (!has_lists_per_head(s.p)) return __any_sync(0xffffffffu, changed);
+      // Each thread has looked at counts that all of the CTA go by.
+#pragma unroll
+      for (int j = 0; j < LongestLists::kKept; ++j) changed = changed || counts[j] != s.walk.lists.counts[j];
+      return __syncthreads_or(changed);
     }
   };
 
   // The count of a list that is not all heads' list.
   __device__ __forceinline__ const int32_t* count_source() const {
     if (p.topk_length_stride_head == 0 || walk.lengths.listed == 0) return nullptr;
-    return RequestWords::count_source(p, walk.request, walk.kv_head());
+    return vegas_ops::portable::count_source(p, walk.request, walk.kv_head());
   }
 
   // Starts reading what names the keys of the next block.

@@ -41,7 +41,8 @@ struct SparseShared {
 
   static constexpr int bytes(int warps, int stages, int rows) {
     return warps * (stages * T::kStageBytes + 2 * rows * (kRowBytes + static_cast<int>(sizeof(float2))) +
-                    kSparseMaxStages * static_cast<int>(sizeof(uint32_t)));
+                    kSparseMaxStages * static_cast<int>(sizeof(uint32_t))) +
+           kLookedUp * static_cast<int>(sizeof(int));
   }
 
   __device__ char* stage_bytes(int warp) const { return base + warp * stages * T::kStageBytes; }
@@ -54,6 +55,7 @@ struct SparseShared {
   __device__ uint32_t* valid(int warp) const {
     return reinterpret_cast<uint32_t*>(norms(2, 0)) + warp * kSparseMaxStages;
   }
+  __device__ int* longest_lists() const { return reinterpret_cast<int*>(valid(warps)); }
 };
 
 // Scales and caps products where softmax does not do it by itself; one copy of tanhf, the elements taking turns in the
@@ -234,9 +236,10 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
   release_next_launch();
   // A few requests are looked up while the previous launch ends, and again when it has: rarely is there a difference.
 #pragma unroll 1
-  for (bool early = p.batch <= kLookedUp;; early = false) {
+  for (bool early = p.batch <= kLookedUp && LongestLists::keeps_all(p);; early = false) {
     if (!early) wait_for_previous_launch();
-    SegmentWalk segment(p, plan);
+    const LongestLists lists(p, shared.longest_lists());
+    SegmentWalk segment(p, plan, lists);
     KeyStream<T> stream(segment, shared.stage_bytes(warp), shared.valid(warp), stages, warps_log2);
     stream.prepare();
     if (early) {

@@ -14,7 +14,59 @@ __device__ __forceinline__ int load_current(const int32_t* source) {
   return value;
 }
 
+constexpr int kLookedUp = 64;  // requests whose lengths a warp holds, two to a lane
 constexpr int kMaxKeys = INT_MAX - 4096;  // tiles are looked up ahead of the last one: their indices fit int
+
+__device__ __forceinline__ const int32_t* count_source(const VegasSparseParams& p, int b, int kv_head) {
+  return p.topk_length + b * p.topk_length_stride_batch + kv_head * p.topk_length_stride_head;
+}
+
+__device__ __forceinline__ bool has_lists_per_head(const VegasSparseParams& p) {
+  return p.topk_length_stride_head != 0 && p.max_k > 0;
+}
+
+// The longest list of each of the first kLookedUp requests, where KV heads have lists of their own. A CTA reads every
+// count once: were every warp to read them all, the few lines that hold them would be what the call waits for.
+struct LongestLists {
+  static constexpr int kKept = 4;
+
+  int* longest;      // (kLookedUp,), in shared memory
+  int counts[kKept];  // of this thread
+
+  // Called by all threads of the CTA.
+  __device__ LongestLists(const VegasSparseParams& p, int* shared) : longest(shared) {
+    if (!has_lists_per_head(p)) return;
+    for (int i = threadIdx.x; i < kLookedUp; i += blockDim.x) longest[i] = 0;
+    __syncthreads();
+    read(p, counts);
+    const int heads = p.cache.num_heads_kv;
+#pragma unroll
+    for (int j = 0; j < kKept; ++j) {
+      const int i = threadIdx.x + j * blockDim.x;
+      if (i < size(p)) atomicMax(longest + i / heads, counts[j]);
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x + kKept * blockDim.x; i < size(p); i += blockDim.x) {
+      atomicMax(longest + i / heads, load_current(count_source(p, i / heads, i % heads)));
+    }
+    __syncthreads();
+  }
+
+  __device__ static int size(const VegasSparseParams& p) { return min(p.batch, kLookedUp) * p.cache.num_heads_kv; }
+  // Whether counts[] are all that there are.
+  __device__ static bool keeps_all(const VegasSparseParams& p) {
+    return !has_lists_per_head(p) || size(p) <= kKept * static_cast<int>(blockDim.x);
+  }
+  // What memory holds now.
+  __device__ static void read(const VegasSparseParams& p, int (&now)[kKept]) {
+    const int heads = p.cache.num_heads_kv;
+#pragma unroll
+    for (int j = 0; j < kKept; ++j) {
+      const int i = threadIdx.x + j * blockDim.x;
+      now[j] = i < size(p) ? load_current(count_source(p, i / heads, i % heads)) : 0;
+    }
+  }
+};
 
 // What memory says of a request.
 struct RequestWords {
@@ -22,19 +74,21 @@ struct RequestWords {
   int used;
   int start;
 
-  __device__ RequestWords(const VegasSparseParams& p, int b) {
+  __device__ RequestWords(const VegasSparseParams& p, const LongestLists& lists, int b) {
     // All loads before the first use of one: a call of a few microseconds waits for them.
-    listed = p.max_k > 0 ? load_current(count_source(p, b, 0)) : 0;
+    const bool per_head = has_lists_per_head(p);
+    const bool reads = p.max_k > 0 && !(per_head && b < kLookedUp);
+    listed = reads ? load_current(count_source(p, b, 0)) : 0;
     used = p.seqused_k ? load_current(p.seqused_k + b) : INT_MAX;
     start = p.tail_start ? load_current(p.tail_start + b) : 0;
-    if (p.topk_length_stride_head == 0 || p.max_k == 0) return;
+    if (!per_head) return;
+    if (!reads) {
+      listed = lists.longest[b];
+      return;
+    }
 #pragma unroll 4
     for (int head = 1; head < p.cache.num_heads_kv; ++head)
       listed = max(listed, load_current(count_source(p, b, head)));
-  }
-
-  __device__ static const int32_t* count_source(const VegasSparseParams& p, int b, int kv_head) {
-    return p.topk_length + b * p.topk_length_stride_batch + kv_head * p.topk_length_stride_head;
   }
 
   __device__ bool operator!=(const RequestWords& other) const {

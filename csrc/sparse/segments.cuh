@@ -13,7 +13,6 @@ namespace vegas_ops::portable {
 constexpr int kSparseTile = 16;  // keys
 // Keys of a chunk where results must not depend on other requests, at least.
 constexpr int kInvariantKeys = 256;
-constexpr int kLookedUp = 64;  // requests whose lengths a warp holds, two to a lane
 constexpr int kForcedKeys = 64;
 
 // Divides numbers below 2^31 by one that the host knows.
@@ -82,9 +81,9 @@ struct RequestTiles {
 struct LookedUp {
   RequestWords words[2];
 
-  __device__ __forceinline__ explicit LookedUp(const VegasSparseParams& p)
-      : words{RequestWords(p, min(static_cast<int>(threadIdx.x % 32), p.batch - 1)), words[0]} {
-    if (p.batch > 32) words[1] = RequestWords(p, min(static_cast<int>(threadIdx.x % 32 + 32), p.batch - 1));
+  __device__ __forceinline__ LookedUp(const VegasSparseParams& p, const LongestLists& lists)
+      : words{RequestWords(p, lists, min(static_cast<int>(threadIdx.x % 32), p.batch - 1)), words[0]} {
+    if (p.batch > 32) words[1] = RequestWords(p, lists, min(static_cast<int>(threadIdx.x % 32 + 32), p.batch - 1));
   }
   __device__ bool operator!=(const LookedUp& other) const {
     return words[0] != other.words[0] || words[1] != other.words[1];
@@ -95,6 +94,7 @@ struct LookedUp {
 struct SegmentWalk {
   const VegasSparseParams& p;
   const SparsePlan& plan;
+  const LongestLists& lists;
   LookedUp looked_up;
   int chunk_tiles;
   int share;  // higher CTAs take lower shares
@@ -113,10 +113,11 @@ struct SegmentWalk {
   int tiles;
 
   // Called by all lanes of a warp.
-  __device__ SegmentWalk(const VegasSparseParams& params, const SparsePlan& the_plan)
+  __device__ SegmentWalk(const VegasSparseParams& params, const SparsePlan& the_plan, const LongestLists& longest_lists)
       : p(params),
         plan(the_plan),
-        looked_up(p),
+        lists(longest_lists),
+        looked_up(p, lists),
         chunk_tiles(0),
         share(gridDim.y - 1 - blockIdx.y),
         request(0),
@@ -180,7 +181,7 @@ struct SegmentWalk {
   __device__ RequestTiles tiles_of(const SparseRequest& of) const {
     return RequestTiles(plan, of.keys_with(of.listed), chunk_tiles);
   }
-  __device__ RequestTiles tiles_of(int b) const { return tiles_of(SparseRequest(p, plan.bound, RequestWords(p, b))); }
+  __device__ RequestTiles tiles_of(int b) const { return tiles_of(SparseRequest(p, plan.bound, RequestWords(p, lists, b))); }
 
   // Whole chunks where they are not much longer than equal shares: no CTA has the end of a request and the beginning
   // of another one then, each of which takes about as long as many tiles.
@@ -234,7 +235,7 @@ struct SegmentWalk {
 
   __device__ __forceinline__ void enter(int b) {
     request = b;
-    lengths = SparseRequest(p, plan.bound, RequestWords(p, b));
+    lengths = SparseRequest(p, plan.bound, RequestWords(p, lists, b));
     all = tiles_of(lengths);
   }
 
