@@ -108,6 +108,24 @@ def test_many_requests(device: torch.device, kind: str, group: int, head_dim: in
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(("group", "head_dim"), ((4, 128), (8, 64), (1, 256), (3, 80), (12, 128)))
+@pytest.mark.parametrize(
+    "counts", ((1500,), (900, 890, 905, 870), (1200, 3, 0, 40), (700, 0, 710), (0,), (20,) * 9)
+)
+@pytest.mark.parametrize("per_head", (False, True))
+def test_few_requests(
+    device: torch.device, per_head: bool, counts: tuple[int, ...], group: int, head_dim: int
+) -> None:
+    """Whose keys are spread over many multiprocessors: equally long lists, and lists that are not."""
+    check_sparse(
+        SparseCase(
+            seed=group, device=device, dtype=torch.bfloat16, heads_q=2 * group, head_dim=head_dim,
+            lengths=[count + 60 for count in counts], tail_starts=[count + 50 for count in counts],
+            counts=counts, per_head=per_head, page_size=16, with_sinks=group == 8,
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("window", ((0, 0), (5, 0), (100, -1), (-1, 0)))
 def test_window_layer_drafts_from_a_clipped_tail(device: torch.device, window: tuple[int, int]) -> None:
     lengths = (90, 3, 0)

@@ -130,8 +130,7 @@ struct KeyStream {
     int entry[kParts];
     int page[kParts];
 
-    __device__ __forceinline__ explicit Current(const KeyStream& s)
-        : looked_up(s.p, s.walk.lists), listed(s.listed) {
+    __device__ __forceinline__ explicit Current(const KeyStream& s) : looked_up(s.p, s.walk.lists), listed(s.listed) {
       if (has_lists_per_head(s.p)) LongestLists::read(s.p, counts);
       const int32_t* own = s.fetched_once ? s.count_source() : nullptr;
       if (own) listed = load_current(own);

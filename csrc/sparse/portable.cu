@@ -15,6 +15,7 @@ namespace portable {
 namespace {
 
 constexpr int kLeastShare = 8;     // tiles of a CTA where there is little work
+constexpr int kClusterTiles = 20;  // tiles of a CTA of a cluster, beyond which more CTAs are faster
 constexpr int kLongestPage = 256;  // tokens
 
 struct GroupTiles {
@@ -27,6 +28,19 @@ struct GroupTiles {
     rows = group < most ? group : most;
   }
 };
+
+// CTAs of a cluster, where those that attend one of `rows` (requests times KV heads) are one; else 1. Larger clusters
+// than of two have no room for each other in more than half of the multiprocessors, which is then given up for a faster
+// merge; a list of few tiles has little to merge.
+int cluster_size(int64_t rows, int max_k, int multiprocessors) {
+  const int tiles = ceil_div(max_k, kSparseTile);
+  if (tiles <= 2 * kLeastShare) return 1;
+  if (multiprocessors / rows == 2) return 2;
+  for (int ctas = 4; ctas <= kMaxCluster; ctas *= 2) {
+    if (2 * rows * ctas <= multiprocessors && tiles <= ctas * kClusterTiles) return ctas;
+  }
+  return 1;
+}
 
 // Partial results of a call.
 struct PartialResults {
@@ -103,7 +117,9 @@ int sparse_portable(const VegasSparseParams& p, void* stream_handle) {
     // No more teams than shares that the longest requests could make.
     const int64_t shares = ceil_div64(tiles * p.batch * pairs, kLeastShare);
     const int most_teams = device.multiprocessors * cta.per_multiprocessor / team;
-    const int teams = shares < most_teams ? static_cast<int>(shares) : most_teams;
+    const bool may_cluster = device.dependent_launch && rule.mode == SplitMode::kBalanced && pairs == 1;
+    const int cluster = may_cluster ? cluster_size(int64_t{p.batch} * team, p.max_k, device.multiprocessors) : 1;
+    const int teams = cluster > 1 ? p.batch * cluster : shares < most_teams ? static_cast<int>(shares) : most_teams;
 
     SparsePlan plan;
     plan.partial_norm = static_cast<float*>(p.workspace);
@@ -114,6 +130,7 @@ int sparse_portable(const VegasSparseParams& p, void* stream_handle) {
     plan.rows = group.rows;
     plan.pairs = pairs;
     plan.least_tiles = kLeastShare;
+    plan.cluster = cluster;
     plan.rounds = ceil_div(p.batch * pairs, teams);
     plan.most_chunks = plan.rounds * teams / (p.batch * pairs);
     plan.chunks.set(plan.most_chunks);

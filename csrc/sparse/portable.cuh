@@ -8,12 +8,10 @@
 
 #include <cuda_runtime.h>
 
-#include "common/finish_rows.cuh"
+#include "sparse/cluster_merge.cuh"
 #include "sparse/key_stream.cuh"
 
 namespace vegas_ops::portable {
-
-constexpr int kSparseMaxWarps = 8;
 
 // Programmatic dependent launch: the next launch of the stream may start while this one runs, and waits for its end
 // before it touches memory.
@@ -84,26 +82,6 @@ __device__ __forceinline__ float2 load_current(const float2* source) {
   return pair;
 }
 
-// Two neighbouring columns of a row, and the row's norm.
-struct RowPair {
-  RowNorm norm;
-  float2 value;
-
-  __device__ __forceinline__ void add(const RowNorm& part, float2 of_part) {
-    const float weight = part.weight_in(norm);
-    norm.sum += part.sum * weight;
-    value.x += of_part.x * weight;
-    value.y += of_part.y * weight;
-  }
-  // Makes room for parts with maxima up to `maximum`.
-  __device__ __forceinline__ void raise(float maximum) {
-    const RowNorm now = {fmaxf(norm.maximum, maximum), 0.0f};
-    const float weight = norm.weight_in(now);
-    norm = {now.maximum, norm.sum * weight};
-    value = {value.x * weight, value.y * weight};
-  }
-};
-
 // Adds the segments of the pair in their order, the CTA's own among them, and clears the others' columns for the next
 // call. The slot of the own one may hold what the CTA left for another pair.
 template <class T>
@@ -167,7 +145,6 @@ template <class T>
 __device__ __forceinline__ void finish_segment(const VegasSparseParams& p, const SparsePlan& plan,
                                                const SparseShared<T>& shared, int turn, const SegmentWalk& segment,
                                                const Chunks& chunks, int first_head, int heads) {
-  using Element = typename T::Element;
   constexpr int kPairs = T::kHeadDim / 2;
   const int head_dim = p.cache.head_dim;
   const float v_descale = descale_of(p.cache.v, segment.request, segment.kv_head());
@@ -203,15 +180,7 @@ __device__ __forceinline__ void finish_segment(const VegasSparseParams& p, const
       continue;
     }
     if (chunks.count > 1) add_chunks<T>(plan, chunks, row, d, head_dim, sum);
-    const bool keyless = sum.norm.sum == 0.0f;
-    const float sink = p.sinks ? exp2f(sink_logit * kLog2e - sum.norm.base()) : 0.0f;
-    const float factor = keyless ? 0.0f : v_descale / (sum.norm.sum + sink);
-    if (d < head_dim) {
-      Element* out = static_cast<Element*>(p.out) + segment.request * p.out_stride_row + head * p.out_stride_head + d;
-      out[0] = from_float<Element>(keyless ? 0.0f : sum.value.x * factor);
-      out[1] = from_float<Element>(keyless ? 0.0f : sum.value.y * factor);
-    }
-    if (d == 0) p.lse[int64_t{head} * p.batch + segment.request] = sum.norm.lse();
+    write_pair<T>(p, segment.request, head, d, sum, sink_logit, v_descale);
   }
   if (chunks.collects && chunks.count > 1) {
     __syncthreads();
@@ -254,7 +223,8 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
       const int kv_head = segment.kv_head();
       const int first_row = segment.row_tile() * T::kHeads;
       const int first_head = kv_head * plan.group + first_row;
-      const int heads = segment.tiles > 0 ? min(plan.rows, plan.group - first_row) : 0;
+      const bool is_cluster = plan.cluster > 1 && !segment.has_shares();
+      const int heads = segment.tiles > 0 || is_cluster ? min(plan.rows, plan.group - first_row) : 0;
       const HeadQuery<T> query(
           static_cast<const Element*>(p.q) + segment.request * p.q_stride_row + first_head * p.q_stride_head,
           p.q_stride_head, heads, p.cache.head_dim);
@@ -299,6 +269,10 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
 #pragma unroll
       for (int m = 0; m < T::kHeadTiles; ++m) {
         write_heads(state, m, heads, shared.output(turn, warp) + 8 * m * T::kHeadDim, shared.norms(turn, warp) + 8 * m);
+      }
+      if (is_cluster) {
+        merge_cluster<T>(p, plan, shared, segment.request, kv_head, first_head, heads);
+        break;
       }
       __syncthreads();
       finish_segment(p, plan, shared, turn, segment, chunks, first_head, heads);

@@ -74,11 +74,13 @@ cudaError_t launch_sparse(const VegasSparseParams& p, const SparsePlan& plan, co
     config.blockDim = 32 * cta.warps;
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = device.dependent_launch ? 1 : 0;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {1, static_cast<unsigned>(plan.cluster), 1};
+    config.attrs = attributes;
+    config.numAttrs = plan.cluster > 1 ? 2 : device.dependent_launch ? 1 : 0;
     int warps_log2 = 0;
     while (1 << warps_log2 < cta.warps) ++warps_log2;
     return cudaLaunchKernelEx(&config, kernel, p, plan, cta.stages, warps_log2);

@@ -19,7 +19,7 @@ struct SparseDevice {
   int multiprocessors;
   int shared_per_cta;     // bytes
   int shared_per_half;    // bytes of each of two CTAs of a multiprocessor
-  bool dependent_launch;  // can be launched before its predecessor has ended
+  bool dependent_launch;  // can be launched before its predecessor has ended, and in clusters
 };
 
 // A CTA's warps, a power of two, and the stages of each.

@@ -14,7 +14,7 @@ __device__ __forceinline__ int load_current(const int32_t* source) {
   return value;
 }
 
-constexpr int kLookedUp = 64;  // requests whose lengths a warp holds, two to a lane
+constexpr int kLookedUp = 64;             // requests whose lengths a warp holds, two to a lane
 constexpr int kMaxKeys = INT_MAX - 4096;  // tiles are looked up ahead of the last one: their indices fit int
 
 __device__ __forceinline__ const int32_t* count_source(const VegasSparseParams& p, int b, int kv_head) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ bool has_lists_per_head(const VegasSparseParams& p) {
 struct LongestLists {
   static constexpr int kKept = 4;
 
-  int* longest;      // (kLookedUp,), in shared memory
+  int* longest;       // (kLookedUp,), in shared memory
   int counts[kKept];  // of this thread
 
   // Called by all threads of the CTA.

@@ -14,6 +14,7 @@ constexpr int kSparseTile = 16;  // keys
 // Keys of a chunk where results must not depend on other requests, at least.
 constexpr int kInvariantKeys = 256;
 constexpr int kForcedKeys = 64;
+constexpr int kMaxCluster = 8;
 
 // Divides numbers below 2^31 by one that the host knows.
 struct Divisor {
@@ -44,6 +45,7 @@ struct SparsePlan {
   int most_chunks;  // of a pair, where every team takes `rounds` whole chunks
   int rounds;
   Divisor chunks;  // divides by most_chunks
+  int cluster;     // CTAs of a cluster, one per chunk of a request where chunks are whole; or 1
   int bound;       // positions at or beyond it are not in the block table
   Divisor teams;
   Divisor page_size;
@@ -63,11 +65,13 @@ struct RequestTiles {
     units = tiles;
     if (plan.rule.mode == SplitMode::kBalanced) {
       if (chunk_tiles == 0) return;
+      unit_tiles = chunk_tiles;
+      units = plan.most_chunks;
+      if (plan.cluster > 1) return;
       // Exact: a pair has few chunks.
       units = __float2int_rz(__fdividef(__int2float_rz(tiles), __int2float_rz(chunk_tiles)));
       while (units * chunk_tiles < tiles) ++units;
       while ((units - 1) * chunk_tiles >= tiles) --units;
-      unit_tiles = chunk_tiles;
       return;
     }
     const bool forced = plan.rule.mode == SplitMode::kForced;
@@ -181,7 +185,9 @@ struct SegmentWalk {
   __device__ RequestTiles tiles_of(const SparseRequest& of) const {
     return RequestTiles(plan, of.keys_with(of.listed), chunk_tiles);
   }
-  __device__ RequestTiles tiles_of(int b) const { return tiles_of(SparseRequest(p, plan.bound, RequestWords(p, lists, b))); }
+  __device__ RequestTiles tiles_of(int b) const {
+    return tiles_of(SparseRequest(p, plan.bound, RequestWords(p, lists, b)));
+  }
 
   // Whole chunks where they are not much longer than equal shares: no CTA has the end of a request and the beginning
   // of another one then, each of which takes about as long as many tiles.
@@ -251,7 +257,7 @@ struct SegmentWalk {
     const int in = unit - pair_begin;
     const int run = has_shares() ? min(all.units - in, end - unit) : 1;
     tile = in * all.unit_tiles;
-    tiles = min(run * all.unit_tiles, all.tiles - tile);
+    tiles = max(min(run * all.unit_tiles, all.tiles - tile), 0);
     unit += run;
     return true;
   }
