@@ -3,6 +3,7 @@
 #include "common/cuda_launch.h"
 #include "common/status.h"
 #include "select/hopper.cuh"
+#include "select/hopper_resident.cuh"
 
 namespace vegas_ops {
 namespace selection::hopper {
@@ -38,20 +39,71 @@ Shape shape_for(int64_t lists, const VegasSelectParams& p, int num_sms) {
   return {bits, static_cast<int>((share() + kRowWords * warps - 1) / (kRowWords * warps)), warps};
 }
 
-cudaError_t launch(const VegasSelectParams& p, const Wave& wave, cudaStream_t stream) {
-  int num_sms;
-  cudaError_t error = num_multiprocessors(&num_sms);
-  if (error != cudaSuccess) return error;
-  const Shape shape = shape_for(wave.lists, p, num_sms);
-  void (*const kernel)(VegasSelectParams, Wave, Shape) =
-      p.pool_before + p.pool_after > 0 ? select_kernel<true> : select_kernel<false>;
-  // The same for every call, since threads of the host share it.
-  constexpr int kMostBytes = shared_bytes({kMostClusterBits, kMostWords / (kRowWords * kWarps), kWarps});
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostBytes);
+// Of any size, with as much shared memory as any call takes: the same for every call, since threads of the host share
+// it.
+template <class Kernel>
+cudaError_t allow_clusters(Kernel kernel, int most_bytes) {
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes);
   if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error == cudaSuccess)
     error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  return error;
+}
+
+// CTAs of a cluster, a power of two by its exponent, that hold a list in their registers.
+struct ResidentShape {
+  int cluster_bits;
+  int threads;
+};
+
+// Whether clusters can hold the lists of a wave. Small CTAs have short steps, large clusters long exchanges; where
+// lists are many, a multiprocessor has one CTA, and large clusters no more than half of them.
+bool find_resident_shape(const VegasSelectParams& p, const Wave& wave, int num_sms, ResidentShape* shape) {
+  if (p.pool_after > 0 || p.pool_before > resident::kMostReach) return false;
+  const auto aligned = [](const void* scores, int64_t stride, int64_t other_stride) {
+    return reinterpret_cast<uintptr_t>(scores) % 32 == 0 && stride % 8 == 0 && other_stride % 8 == 0;
+  };
+  const bool whole_groups =
+      wave.source ? aligned(wave.source, wave.stride, 0) : aligned(p.logits, p.logits_stride[0], p.logits_stride[1]);
+  const int64_t places = int64_t{p.max_seqlen_k} + (whole_groups ? 0 : resident::kGroup - 1);
+  for (int threads = 256, most_bits = 2; threads <= kThreads; threads *= 2, ++most_bits) {
+    const int64_t most = int64_t{resident::kGroup} * threads;
+    int bits = 0;
+    while (most << bits < places && bits < most_bits) ++bits;
+    const int64_t ctas = int64_t{wave.lists} << bits;
+    if (most << bits >= places && bits <= most_cluster_bits(num_sms) && ctas <= (bits < 2 ? num_sms : num_sms / 2)) {
+      *shape = {bits, threads};
+      return true;
+    }
+  }
+  return false;
+}
+
+cudaError_t launch_resident(const VegasSelectParams& p, const Wave& wave, const ResidentShape& shape,
+                            cudaStream_t stream) {
+  void (*const kernel)(VegasSelectParams, Wave, int) =
+      p.pool_before > 0 ? resident::resident_kernel<true> : resident::resident_kernel<false>;
+  const cudaError_t error = allow_clusters(kernel, resident::shared_bytes(kMostClusterBits, kThreads));
+  if (error != cudaSuccess) return error;
+  const int cluster = 1 << shape.cluster_bits;
+  const LaunchGrid grid = {static_cast<unsigned>(wave.lists * cluster), shape.threads,
+                           resident::shared_bytes(shape.cluster_bits, shape.threads), cluster};
+  return launch_dependent(kernel, grid, stream, p, wave, shape.cluster_bits);
+}
+
+cudaError_t launch(const VegasSelectParams& p, const Wave& wave, cudaStream_t stream) {
+  int num_sms;
+  cudaError_t error = num_multiprocessors(&num_sms);
+  if (error != cudaSuccess) return error;
+  ResidentShape resident_shape;
+  if (find_resident_shape(p, wave, num_sms, &resident_shape)) return launch_resident(p, wave, resident_shape, stream);
+  const Shape shape = shape_for(wave.lists, p, num_sms);
+  void (*const kernel)(VegasSelectParams, Wave, Shape) =
+      p.pool_before + p.pool_after > 0 ? select_kernel<true> : select_kernel<false>;
+  constexpr int kMostBytes = shared_bytes({kMostClusterBits, kMostWords / (kRowWords * kWarps), kWarps});
+  static_assert(kMostBytes <= 227 * 1024, "a CTA's shared memory must hold the longest slice");
+  error = allow_clusters(kernel, kMostBytes);
   if (error != cudaSuccess) return error;
   const int cluster = 1 << shape.cluster_bits;
   const LaunchGrid grid = {static_cast<unsigned>(wave.lists * cluster), 32 * shape.warps, shared_bytes(shape), cluster};

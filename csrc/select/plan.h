@@ -71,6 +71,27 @@ VEGAS_SELECT_INLINE int32_t candidates(const VegasSelectParams& p, int32_t reque
   return smaller(larger(p.seqlens[request], 0), p.max_seqlen_k);
 }
 
+// What memory says of a request.
+struct RequestWords {
+  int32_t seqlen;
+  int32_t k;
+  int32_t dump_rows;
+  int32_t first_row;  // of cu_seqlens_q
+  int32_t end_row;
+};
+
+// Loads them with load(pointer).
+template <class Load>
+VEGAS_SELECT_INLINE RequestWords request_words(const VegasSelectParams& p, int32_t request, Load load) {
+  RequestWords words;
+  words.seqlen = load(p.seqlens + request);
+  words.k = p.k_per_request ? load(p.k_per_request + request) : p.k;
+  words.dump_rows = p.dump_rows ? load(p.dump_rows + request) : 3;
+  words.first_row = p.cu_seqlens_q ? load(p.cu_seqlens_q + request) : 0;
+  words.end_row = p.cu_seqlens_q ? load(p.cu_seqlens_q + request + 1) : 0;
+  return words;
+}
+
 // The planes of the dump that a list sums: rows x heads of them, none where a request has no scores.
 // Offsets count elements.
 struct Planes {
@@ -89,15 +110,15 @@ VEGAS_SELECT_INLINE bool uses_weights(const VegasSelectParams& p) {
   return p.mode == VEGAS_MODE_WEIGHT && p.dump >= VEGAS_DUMP_KV_HEAD;
 }
 
-VEGAS_SELECT_INLINE Planes planes_of(const VegasSelectParams& p, const List& list) {
+VEGAS_SELECT_INLINE Planes planes_of(const VegasSelectParams& p, const List& list, const RequestWords& words) {
   Planes planes = {};
   const int64_t layer = list.layer, request = list.request;
-  int32_t bits = p.dump_rows ? p.dump_rows[request] & (VEGAS_FIRST_ROW | VEGAS_LAST_ROW) : 3;
+  int32_t bits = words.dump_rows & (VEGAS_FIRST_ROW | VEGAS_LAST_ROW);
   if (bits == 0) return planes;
   int32_t first = 0, last = 0;
   if (p.cu_seqlens_q) {
-    first = larger(p.cu_seqlens_q[request], 0);
-    last = larger(p.cu_seqlens_q[request + 1], 0) - 1;
+    first = larger(words.first_row, 0);
+    last = larger(words.end_row, 0) - 1;
     // Where rows are looked up, whatever a device tensor holds must not lead outside.
     if (p.dump == VEGAS_DUMP_ALL || (p.dump == VEGAS_DUMP_ROWS && uses_weights(p))) last = smaller(last, p.total_q - 1);
     if (last < first) return planes;
@@ -143,6 +164,10 @@ VEGAS_SELECT_INLINE Planes planes_of(const VegasSelectParams& p, const List& lis
   return planes;
 }
 
+VEGAS_SELECT_INLINE Planes planes_of(const VegasSelectParams& p, const List& list) {
+  return planes_of(p, list, request_words(p, list.request, [](const int32_t* word) { return *word; }));
+}
+
 // How many tokens a list takes, and from where, in ascending order: [0, head), then `free` of
 // [begin, end) by score, then [end, end + tail).
 struct Quota {
@@ -153,12 +178,12 @@ struct Quota {
   int32_t tail;
 };
 
-VEGAS_SELECT_INLINE Quota quota_of(const VegasSelectParams& p, int32_t request) {
-  const int32_t length = candidates(p, request);
+// `length` is within bounds.
+VEGAS_SELECT_INLINE Quota quota_of(const VegasSelectParams& p, int32_t length, int32_t k_of_request) {
   Quota quota;
   quota.begin = smaller(p.num_sink, length);
   quota.end = larger(quota.begin, length - smaller(p.num_recent, length));
-  const int32_t k = smaller(larger(p.k_per_request ? p.k_per_request[request] : p.k, 0), length);
+  const int32_t k = smaller(larger(k_of_request, 0), length);
   int32_t forced = smaller(quota.begin + (length - quota.end), p.max_k);
   if (p.count_forced) forced = smaller(forced, k);
   quota.head = smaller(quota.begin, forced);
@@ -166,6 +191,10 @@ VEGAS_SELECT_INLINE Quota quota_of(const VegasSelectParams& p, int32_t request) 
   quota.free = smaller(p.count_forced ? k - forced : k, p.max_k - forced);
   quota.free = smaller(quota.free, quota.end - quota.begin);
   return quota;
+}
+
+VEGAS_SELECT_INLINE Quota quota_of(const VegasSelectParams& p, int32_t request) {
+  return quota_of(p, candidates(p, request), p.k_per_request ? p.k_per_request[request] : p.k);
 }
 
 // What is written for a chosen token: the token itself, or its slot in the cache; -1 where the page is

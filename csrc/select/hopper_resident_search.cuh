@@ -1,0 +1,385 @@
+// The search of the resident selection for the threshold of a list, and the writing of what is at or above it.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <float.h>
+#include <limits.h>
+
+#include "common/warp_scan.cuh"
+#include "select/hopper_exchange.cuh"
+#include "select/hopper_resident_scores.cuh"
+#include "select/hopper_write.cuh"
+
+namespace vegas_ops::selection::hopper::resident {
+
+// Extremes of the scores that a bin holds, and how many: 16 bytes, to be sent at once.
+struct Extremes {
+  uint32_t least;
+  uint32_t most;
+  uint32_t count;
+  uint32_t unused;
+};
+
+struct alignas(16) Shared {
+  uint32_t histogram[kBins];
+  uint32_t sample[kSampleBins];
+  float own[kRanked];                          // scores of the threshold's bin
+  float ranked[kRanked];                       // received: those of all CTAs
+  alignas(16) Extremes received[kMaxCluster];  // received, where these are too many
+  uint32_t warp_least[kWarps];
+  uint32_t warp_most[kWarps];
+  uint32_t warp_sums[kWarps];
+  Mailbox count_mail;
+  Mailbox key_mail;
+  RequestWords words;  // that were read last
+  bool stale;          // they differ from those before
+  Quota quota;
+  int32_t origin;  // position of the first place, whose score is at a multiple of 32 bytes
+  int32_t length;  // of what is read
+  float bracket_low;
+  float bracket_high;
+  float scale;
+  uint32_t bin;            // that holds the threshold; 0: it is below all that were counted
+  uint32_t rank;           // within it
+  uint32_t count;          // of its scores
+  uint32_t earlier;        // of these, in earlier CTAs
+  uint32_t better;         // in earlier CTAs: in better bins
+  uint32_t better_in_bin;  // in that of the threshold, above it
+  uint32_t equal;          // to the threshold
+  uint32_t num_own;
+  float threshold;
+  uint32_t ties;  // of scores equal to the threshold, that are taken
+  uint32_t least;
+  uint32_t most;
+  uint32_t members;
+};
+
+// Then (ctas, kBins) counts that are received, and where a closer look is taken, the scores of all threads.
+__host__ __device__ constexpr int shared_bytes(int cluster_bits, int threads) {
+  return static_cast<int>(sizeof(Shared)) + (kBins * 4 << cluster_bits) + kGroup * 4 * threads;
+}
+
+// The cluster's search for the threshold of one list, and the writing of what beats it.
+struct Selector {
+  const VegasSelectParams& p;
+  Shared& shared;
+  uint32_t* histograms;  // (ctas, kBins), received
+  float* kept;           // (kGroup, threads), for a closer look
+  uint32_t ctas;         // of the cluster
+  uint32_t cta;          // this one
+  float x[kGroup];       // the thread's scores, pooled; -inf where a place is not ranked
+  uint32_t counts_sent = 0;
+  uint32_t keys_sent = 0;
+
+  // Of the thread's first score.
+  __device__ __forceinline__ int32_t place() const { return (cta * threads() + threadIdx.x) * kGroup; }
+
+  // Calls visit(score) for the thread's, in a short loop.
+  template <class Visit>
+  __device__ __forceinline__ void visit_kept(Visit visit) const {
+#pragma unroll 1
+    for (int i = 0; i < kGroup; ++i) visit(kept[i * threads() + threadIdx.x]);
+  }
+
+  __device__ __forceinline__ bool alone() const { return ctas == 1; }
+
+  // The extremes of a warp's samples; -inf is none.
+  __device__ __forceinline__ void note_extremes(float sampled) const {
+    const uint32_t key = order_key(__float_as_uint(sampled));
+    const uint32_t least = __reduce_min_sync(kAllLanes, key ? key : kAllLanes);
+    const uint32_t most = __reduce_max_sync(kAllLanes, key);
+    if (lane_of_thread() == 0) shared.warp_least[warp_of_thread()] = least, shared.warp_most[warp_of_thread()] = most;
+  }
+
+  // Values between which the threshold probably lies, from a thread's sample; of `drawn`, a share is expected to be
+  // better than the threshold.
+  __device__ __forceinline__ Bins bracket(float sampled, int32_t drawn, float share) const {
+    const int lane = lane_of_thread(), warp = warp_of_thread();
+    const uint32_t least = __reduce_min_sync(kAllLanes, lane < warps() ? shared.warp_least[lane] : kAllLanes);
+    const uint32_t most = __reduce_max_sync(kAllLanes, lane < warps() ? shared.warp_most[lane] : 0);
+    const float low = most ? fminf(score_at(least), FLT_MAX) : 0, high = most ? fminf(score_at(most), FLT_MAX) : 1;
+    const float width = fmaxf(high * (1.f / kSampleBins) - low * (1.f / kSampleBins), FLT_MIN);
+    constexpr float kUnit = 8388608;
+    const float scale = fmaxf(fminf(__fdividef(1, width), FLT_MAX), FLT_MIN);
+    if (sampled > negative_infinity()) {
+      const float at = fminf(fmaxf(fmaf(sampled - low, scale, kUnit - .5f), kUnit), kUnit + kSampleBins - 1);
+      atomicAdd(&shared.sample[__float_as_uint(at) - __float_as_uint(kUnit)], 1u);
+    }
+    __syncthreads();
+    if (warp == 0) {
+      const float expected = share * drawn, variance = expected * (1 - share) + 1e-6f;
+      const float margin = 4 * variance * rsqrtf(variance) + 2;
+      const int32_t upper = static_cast<int32_t>(expected - margin),
+                    lower = static_cast<int32_t>(expected + margin) + 1;
+      const uint4 four = reinterpret_cast<const uint4*>(shared.sample)[31 - lane];
+      const uint32_t counts[4] = {four.w, four.z, four.y, four.x};  // the best first
+      const int32_t sum = counts[0] + counts[1] + counts[2] + counts[3], inclusive = warp_scan(sum);
+      const int32_t all = __shfl_sync(kAllLanes, inclusive, 31);
+      int32_t through = inclusive - sum;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int32_t before = through;
+        through += counts[i];
+        const int bin = kSampleBins - 1 - 4 * lane - i;
+        if (before < upper && upper <= through) shared.bracket_high = low + width * (bin + 1);
+        if (before < lower && lower <= through) shared.bracket_low = low + width * bin;
+      }
+      // Beyond the sample, as far again.
+      if (lane == 0 && upper <= 0) shared.bracket_high = high + (.5f * high - .5f * low);
+      if (lane == 0 && lower > all) shared.bracket_low = low - (.5f * high - .5f * low);
+      if (lane == 0 && upper > all) shared.bracket_high = low;
+      __syncwarp();
+      if (lane == 0) {
+        const Bins bins = Bins::of_values(fmaxf(shared.bracket_low, -FLT_MAX), fminf(shared.bracket_high, FLT_MAX));
+        shared.bracket_low = bins.low, shared.scale = bins.scale;
+      }
+    }
+    __syncthreads();
+    Bins bins;
+    bins.low = shared.bracket_low, bins.scale = shared.scale;
+    return bins;
+  }
+
+  // Every CTA gets the counts of all.
+  __device__ __forceinline__ void exchange_counts() {
+    __syncthreads();
+    if (alone()) return;
+    if (threadIdx.x == 0) shared.count_mail.expect(ctas * kBins * sizeof(uint32_t), false);
+#pragma unroll 1
+    for (uint32_t to = warp_of_thread(); to < ctas; to += warps()) {
+#pragma unroll
+      for (int i = lane_of_thread(); i < kBins / 4; i += 32) {
+        shared.count_mail.send(reinterpret_cast<uint4*>(histograms + kBins * cta) + i, to,
+                               reinterpret_cast<uint4*>(shared.histogram)[i], false);
+      }
+    }
+    shared.count_mail.wait(counts_sent++, false);
+  }
+
+  // Finds the bin of the rank-th score; 0 if there are fewer.
+  __device__ __forceinline__ void locate(uint32_t rank) {
+    const int lane = lane_of_thread(), warp = warp_of_thread();
+    const uint32_t bin = kBins - 1 - threadIdx.x;
+    uint32_t count = 0, earlier = 0, through = 0;
+    if (threadIdx.x < kBins) {
+      if (alone()) {
+        count = shared.histogram[bin];
+      } else {
+#pragma unroll 4
+        for (uint32_t from = 0; from < ctas; ++from) {
+          const uint32_t theirs = histograms[kBins * from + bin];
+          count += theirs;
+          if (from < cta) earlier += theirs;
+        }
+      }
+      through = warp_scan(count);
+      if (lane == 31) shared.warp_sums[warp] = through;
+    }
+    __syncthreads();
+    if (threadIdx.x < kBins) {
+      const uint32_t sums = lane < kBins / 32 ? shared.warp_sums[lane] : 0;
+      through += __reduce_add_sync(kAllLanes, lane < warp ? sums : 0);
+      if (through - count < rank && rank <= through) {
+        shared.bin = bin, shared.rank = rank - (through - count), shared.count = count, shared.earlier = earlier;
+      }
+      if (bin == 0 && through < rank) shared.bin = 0, shared.rank = rank - through;
+      if (!alone()) {
+        const uint32_t better = __reduce_add_sync(kAllLanes, through < rank ? earlier : 0);
+        if (lane == 0 && better) atomicAdd(&shared.better, better);
+      }
+    }
+    __syncthreads();
+  }
+
+  // The extremes of a bin's scores, and how many: of all CTAs, and how many in earlier ones.
+  __device__ __forceinline__ Extremes extremes(const Bins& bins, uint32_t bin, uint32_t* earlier) {
+    uint32_t least = kAllLanes, most = 0, count = 0;
+    visit_kept([&](float x) {
+      const uint32_t key = order_key(__float_as_uint(x));
+      if (key && bins(x) == bin) least = min(least, key), most = max(most, key), ++count;
+    });
+    least = __reduce_min_sync(kAllLanes, least);
+    most = __reduce_max_sync(kAllLanes, most);
+    count = __reduce_add_sync(kAllLanes, count);
+    if (threadIdx.x == 0) shared.least = kAllLanes, shared.most = 0, shared.members = 0;
+    __syncthreads();
+    if (lane_of_thread() == 0 && count) {
+      atomicMin(&shared.least, least);
+      atomicMax(&shared.most, most);
+      atomicAdd(&shared.members, count);
+    }
+    __syncthreads();
+    Extremes all = {shared.least, shared.most, shared.members, 0};
+    *earlier = 0;
+    if (alone()) return all;
+    if (threadIdx.x == 0) shared.key_mail.expect(ctas * sizeof(uint4), false);
+    if (threadIdx.x < ctas) {
+      shared.key_mail.send(reinterpret_cast<uint4*>(shared.received + cta), threadIdx.x,
+                           make_uint4(all.least, all.most, all.count, 0), false);
+    }
+    shared.key_mail.wait(keys_sent++, false);
+    const uint32_t lane = lane_of_thread();
+    const Extremes from = shared.received[lane & (ctas - 1)];
+    all.least = __reduce_min_sync(kAllLanes, from.least);
+    all.most = __reduce_max_sync(kAllLanes, from.most);
+    all.count = __reduce_add_sync(kAllLanes, lane < ctas ? from.count : 0);
+    *earlier = __reduce_add_sync(kAllLanes, lane < cta ? from.count : 0);
+    return all;
+  }
+
+  // Where a thread's own scores of the threshold's bin go, before they are exchanged.
+  __device__ __forceinline__ float* room_for(uint32_t members) const {
+    return (alone() ? shared.ranked : shared.own) + atomicAdd(&shared.num_own, members);
+  }
+
+  // Sends the scores of a bin to all CTAs, after those of earlier ones.
+  __device__ __forceinline__ void exchange_scores() {
+    if (!alone() && threadIdx.x == 0) shared.key_mail.expect(shared.count * sizeof(float), false);
+    __syncthreads();
+    if (alone()) return;
+    const uint32_t earlier = shared.earlier, cluster_bits = __popc(ctas - 1);
+    const uint32_t sent = shared.num_own << cluster_bits;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < sent; i += threads()) {
+      const uint32_t at = i >> cluster_bits, to = i & (ctas - 1);
+      shared.key_mail.send(reinterpret_cast<uint32_t*>(shared.ranked) + earlier + at, to,
+                           __float_as_uint(shared.own[at]), false);
+    }
+    shared.key_mail.wait(keys_sent++, false);
+  }
+
+  // The rank-th of the scores received becomes the threshold. All threads share the comparisons, a power of two of
+  // neighbours those of a score.
+  __device__ __forceinline__ void rank_scores() const {
+    const uint32_t count = shared.count, rank = shared.rank, earlier = shared.earlier;
+    const int sharing_bits = smaller(31 - __clz(threads()) - (32 - __clz(count - 1)), 5);
+    const uint32_t sharing = 1u << sharing_bits, mine = threadIdx.x >> sharing_bits;
+    const float score = mine < count ? shared.ranked[mine] : negative_infinity();
+    uint32_t better = 0, equal = 0;
+    if (mine < count) {
+#pragma unroll 2
+      for (uint32_t other = threadIdx.x & sharing - 1; other < count; other += sharing) {
+        const float theirs = shared.ranked[other];
+        // In the high half, of earlier CTAs.
+        const uint32_t one = other < earlier ? 0x10001u : 1;
+        better += theirs > score ? one : 0;
+        equal += theirs == score ? one : 0;
+      }
+    }
+    for (uint32_t lanes = 1; lanes < sharing; lanes *= 2) {
+      better += __shfl_xor_sync(kAllLanes, better, lanes), equal += __shfl_xor_sync(kAllLanes, equal, lanes);
+    }
+    const uint32_t all_better = better & 0xffff, all_equal = equal & 0xffff;
+    if (mine < count && (threadIdx.x & sharing - 1) == 0 && all_better < rank && rank <= all_better + all_equal) {
+      // Equal scores write the same.
+      shared.threshold = score;
+      shared.ties = rank - all_better;
+      shared.equal = equal >> 16;
+      shared.better_in_bin = better >> 16;
+    }
+    __syncthreads();
+  }
+
+  // Returns how many are taken.
+  __device__ __forceinline__ uint32_t find_threshold(const Bins& bins, uint32_t rank) {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      const uint32_t bin = bins.of_value(x[i]);
+      if (bin) atomicAdd(&shared.histogram[bin], 1u);
+    }
+    exchange_counts();
+    locate(rank);
+    const uint32_t bin = shared.bin;
+    if (bin == 0 || bin == kAbove || shared.count > kRanked) return look_closer(bins, rank);
+    uint32_t members = 0;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) members |= (bins.of_value(x[i]) == bin) << i;
+    if (members) {
+      float* to = room_for(__popc(members));
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        if (members >> i & 1) *to++ = x[i];
+      }
+    }
+    exchange_scores();
+    rank_scores();
+    return rank;
+  }
+
+  // What the bin of the threshold holds is counted between its extremes, until few are left.
+  __device__ __forceinline__ uint32_t look_closer(Bins bins, uint32_t rank) {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) kept[i * threads() + threadIdx.x] = x[i];
+    do {
+      const uint32_t within = shared.rank;
+      uint32_t earlier;
+      const Extremes all = extremes(bins, shared.bin, &earlier);
+      const bool too_few = all.count < within;
+      if (too_few || all.least == all.most) {
+        if (threadIdx.x == 0) {
+          shared.threshold = too_few ? -FLT_MAX : score_at(all.least);
+          shared.ties = too_few ? INT_MAX : within;
+          shared.equal = too_few ? 0 : earlier;
+          shared.better_in_bin = 0;
+          if (too_few) shared.better += earlier;
+        }
+        __syncthreads();
+        return too_few ? rank - within + all.count : rank;
+      }
+      bins = Bins::of_keys(all.least, all.most);
+      for (int i = threadIdx.x; i < kBins; i += threads()) shared.histogram[i] = 0;
+      __syncthreads();
+      visit_kept([&](float x) {
+        const uint32_t bin = bins.of_key(x);
+        if (bin) atomicAdd(&shared.histogram[bin], 1u);
+      });
+      exchange_counts();
+      locate(within);
+    } while (shared.count > kRanked);
+    visit_kept([&](float x) {
+      if (bins.of_key(x) == shared.bin) *room_for(1) = x;
+    });
+    exchange_scores();
+    rank_scores();
+    return rank;
+  }
+
+  // Writes what is chosen: ascending, after what earlier CTAs write. `page` is the first slot of the thread's page, if
+  // all its places are in one.
+  __device__ __forceinline__ void write(int32_t request, bool in_page, int32_t page, int32_t* out) const {
+    const int lane = lane_of_thread(), warp = warp_of_thread();
+    const float threshold = shared.threshold;
+    const uint32_t ties = shared.ties;
+    uint32_t chosen = 0, equal = 0;  // bits
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      chosen |= (x[i] > threshold) << i;
+      equal |= (x[i] == threshold) << i;
+    }
+    // Of ties, in the high half.
+    const uint32_t counts = __popc(chosen) + (__popc(equal) << 16), through = warp_scan(counts);
+    if (lane == 31) shared.warp_sums[warp] = through;
+    __syncthreads();
+    const uint32_t of_warps = __reduce_add_sync(kAllLanes, lane < warp ? shared.warp_sums[lane] : 0);
+    const uint32_t before = of_warps + through - counts, ties_before = shared.equal + (before >> 16);
+    if (ties_before + __popc(equal) <= ties) {
+      chosen |= equal;
+    } else {
+      for (uint32_t i = ties_before; i < ties; ++i) chosen |= equal & -equal, equal &= equal - 1;
+    }
+    out += shared.better + shared.better_in_bin + (before & 0xffff) + min(ties_before, ties);
+    const int32_t position = shared.origin + place();
+    if (in_page) {
+      const int32_t slot = page | (position & p.page_size - 1);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        if (chosen >> i & 1) *out++ = slot | i;
+      }
+    } else {
+#pragma unroll 1
+      for (; chosen; chosen &= chosen - 1) *out++ = written_for(p, request, position + __ffs(chosen) - 1);
+    }
+  }
+};
+
+}  // namespace vegas_ops::selection::hopper::resident
