@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 constexpr size_t kStateBytes = kSplitCtas / 2 * sizeof(SplitState) + kSplitCtas * sizeof(Part);
 static_assert(kStateBytes % 256 == 0, "rows of scores follow, read 16 bytes at a time");
 
-int64_t row_stride(int32_t max_seqlen_k) { return (int64_t{max_seqlen_k} + 3) / 4 * 4; }
+int64_t row_stride(int32_t max_seqlen_k) { return (int64_t{max_seqlen_k} + 7) / 8 * 8; }
 
 // CTAs per list of a kernel that walks over tiles: enough for a GPU, whatever the bound on lengths.
 int ctas_per_list(int64_t lists, int32_t max_seqlen_k) {
@@ -414,14 +414,15 @@ int ctas_per_list(int64_t lists, int32_t max_seqlen_k) {
   return static_cast<int>(tiles < share ? tiles : share);
 }
 
-void launch_sums(const VegasSelectParams& p, Wave wave, float* rows, cudaStream_t stream) {
+// `dependent`: as a programmatic dependent launch.
+cudaError_t launch_sums(const VegasSelectParams& p, Wave wave, float* rows, bool dependent, cudaStream_t stream) {
   wave.ctas = ctas_per_list(wave.lists, p.max_seqlen_k);
+  void (*const kernel)(VegasSelectParams, Wave, float*) =
+      p.logits_dtype == VEGAS_FLOAT32 ? sum_kernel<float> : sum_kernel<uint16_t>;
   const unsigned grid = static_cast<unsigned>(wave.lists) * wave.ctas;
-  if (p.logits_dtype == VEGAS_FLOAT32) {
-    sum_kernel<float><<<grid, kScoreThreads, 0, stream>>>(p, wave, rows);
-  } else {
-    sum_kernel<uint16_t><<<grid, kScoreThreads, 0, stream>>>(p, wave, rows);
-  }
+  if (dependent) return launch_dependent(kernel, {grid, kScoreThreads}, stream, p, wave, rows);
+  kernel<<<grid, kScoreThreads, 0, stream>>>(p, wave, rows);
+  return cudaSuccess;
 }
 
 void launch_pool(const VegasSelectParams& p, Wave wave, float* rows, cudaStream_t stream) {
@@ -451,11 +452,11 @@ constexpr int64_t kMaxLists = 1 << 26;  // of one launch
 
 }  // namespace
 
-int select_in_waves(const VegasSelectParams& p, LaunchSelection launch, bool launch_pools, void* stream_pointer) {
+int select_in_waves(const VegasSelectParams& p, LaunchSelection launch, bool on_hopper, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const int64_t lists = num_lists(p), stride = row_stride(p.max_seqlen_k);
   const bool sums = p.dump > VEGAS_DUMP_TOKEN_WEIGHT && p.max_seqlen_k > 0;
-  const bool pools = !launch_pools && (p.pool_before || p.pool_after) && p.max_seqlen_k > 0;
+  const bool pools = !on_hopper && (p.pool_before || p.pool_after) && p.max_seqlen_k > 0;
   const size_t list_bytes = stride * sizeof(float) * (sums + pools);
   const size_t needed = kStateBytes + list_bytes;
   if (lists == 0) return VEGAS_OK;
@@ -474,7 +475,7 @@ int select_in_waves(const VegasSelectParams& p, LaunchSelection launch, bool lau
     wave.lists = static_cast<int32_t>(lists - wave.first < wave_lists ? lists - wave.first : wave_lists);
     wave.source = nullptr;
     if (sums) {
-      launch_sums(p, wave, rows, stream);
+      error = launch_sums(p, wave, rows, on_hopper, stream);
       wave.source = rows;
     }
     if (pools) {
@@ -482,7 +483,7 @@ int select_in_waves(const VegasSelectParams& p, LaunchSelection launch, bool lau
       launch_pool(p, wave, pooled, stream);
       wave.source = pooled;
     }
-    error = launch(p, wave, stream);
+    if (error == cudaSuccess) error = launch(p, wave, stream);
   }
   const cudaError_t last = cudaGetLastError();  // what other launches left; the next call must not find it
   return launch_status("topk_aggregate_logits", error == cudaSuccess ? last : error);
@@ -503,7 +504,7 @@ int aggregate_portable(const VegasSelectParams& params, void* stream_pointer) {
   Wave wave = {};
   for (wave.first = 0; wave.first < lists; wave.first += wave.lists) {
     wave.lists = static_cast<int32_t>(lists - wave.first < kMaxLists ? lists - wave.first : kMaxLists);
-    launch_sums(p, wave, nullptr, static_cast<cudaStream_t>(stream_pointer));
+    launch_sums(p, wave, nullptr, false, static_cast<cudaStream_t>(stream_pointer));
   }
   return launch_status("aggregate_logits", cudaGetLastError());
 }

@@ -84,12 +84,21 @@ __device__ __forceinline__ void add_planes(Sums& sums, const T* plane, const Pla
   }
 }
 
+// Launched so, a kernel starts while the one before it ends, and lets the next one do the same.
+__device__ __forceinline__ void take_turn() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // The sums of a wave's lists, to `rows` (lists, row_stride) or, where that is NULL, to p.sums.
 template <class T>
 __global__ void __launch_bounds__(kScoreThreads, 3)
     sum_kernel(const __grid_constant__ VegasSelectParams p, const Wave wave, float* rows) {
   __shared__ float norms[kNorms];
   const int32_t index = blockIdx.x / wave.ctas;
+  take_turn();
   const List list = list_at(p, wave.first + index);
   const int32_t length = candidates(p, list.request), first_tile = (blockIdx.x % wave.ctas) * kTile;
   if (first_tile >= length) return;

@@ -20,7 +20,7 @@ struct Wave {
 using LaunchSelection = cudaError_t (*)(const VegasSelectParams& p, const Wave& wave, cudaStream_t stream);
 
 // All lists, as many at a time as the workspace has room for. Planes are summed before, and windows pooled unless
-// `launch` does that itself.
-int select_in_waves(const VegasSelectParams& p, LaunchSelection launch, bool launch_pools, void* stream);
+// `on_hopper`, where `launch` does that itself, and launches are programmatically dependent.
+int select_in_waves(const VegasSelectParams& p, LaunchSelection launch, bool on_hopper, void* stream);
 
 }  // namespace vegas_ops::selection
