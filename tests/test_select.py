@@ -193,6 +193,24 @@ def test_long_lists_of_any_values(device: torch.device, kind: str, pool: tuple[i
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ("normal", "two-valued", "sawtooth", "heavy-tailed", "mostly masked"))
+@pytest.mark.parametrize("lists, n", ((1, 8192), (6, 8185), (40, 4096), (3, 32768), (20, 16_000)))
+def test_however_lists_are_divided(device: torch.device, lists: int, n: int, kind: str) -> None:
+    """On CUDA, the number and size of thread blocks depend on how many lists there are and how long."""
+    generator = torch.Generator().manual_seed(8)
+    rows = torch.stack([long_row(kind, n, generator) for _ in range(lists)])
+    seqlens = int32([max(n - 97 * b * b, 0) for b in range(lists)], device)
+    k = int32([n // 20 + 31 * b for b in range(lists)], device)
+    pages = -(-n // 16)
+    table = torch.randperm(lists * pages, generator=generator).reshape(lists, pages).int().to(device)
+    for pad, pool in ((0, (6, 0)), (3, (7, 0)), (8, (1, 0)), (5, (0, 0))):
+        logits = torch.cat([rows, torch.full((lists, pad), math.inf)], 1).to(device)
+        check_select(
+            logits, dump="token_weight", seqlens=seqlens, k=k, max_k=n // 10, pool=pool, num_sink=3,
+            num_recent=40, block_table=table, page_size=16,
+        )  # fmt: skip
+
+
 def test_list_of_a_million(device: torch.device) -> None:
     """Beyond the shared memory of any cluster of thread blocks."""
     n, generator = 1_000_000, torch.Generator().manual_seed(7)
