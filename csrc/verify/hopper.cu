@@ -23,8 +23,10 @@ constexpr int kMaxRowCtas = 2048;
 constexpr int kMaxBatch = 4096;   // every CTA looks at all requests
 constexpr int kMaxPairs = 60000;  // of a row tile and KV head, of a request: a dimension of the last launch
 constexpr int kMaxForcedSplits = 16;
-constexpr int64_t kRingFrom = 8 << 20;  // bytes of a dump's parts: fewer stay in the L2 cache
-constexpr int kRingTeams = 16;          // fewer might all wait for CTAs that other kernels leave no room for
+constexpr int64_t kRingFrom = 8 << 20;     // bytes of a dump's parts: fewer stay in the L2 cache
+constexpr int64_t kGuessUpTo = 160 << 20;  // bytes of keys and values, by the bounds
+constexpr int kRingTeam = 5;    // KV heads, at least: CTAs of smaller teams would wait for the ring too often
+constexpr int kRingTeams = 16;  // fewer might all wait for CTAs that other kernels leave no room for
 
 // What sizes a workspace.
 struct Sizes {
@@ -76,8 +78,8 @@ size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int num_sms, char
   w->tile_rows = static_cast<int>(b.rows < 64 * row_groups ? b.rows : 64 * row_groups);
   w->norm_rows = w->tile_rows + 2;
   const int64_t part_bytes = b.summed ? b.batch * portable::part_floats(b.num_heads_kv, b.keys) * sizeof(float) : 0;
-  const bool ring = part_bytes >= kRingFrom && grid == 2 * num_sms && grid >= kRingTeams * w->team && w->team > 1 &&
-                    w->team <= kMostRingTiles;
+  const bool ring = part_bytes >= kRingFrom && grid == 2 * num_sms && grid >= kRingTeams * w->team &&
+                    w->team >= kRingTeam && w->team <= kMostRingTiles;
   w->ring_tiles = ring ? std::min(kMostRingTiles / w->team, kMostPending) * w->team : 0;
   w->ring = reinterpret_cast<uint32_t*>(take(ring_bytes(num_sms)));  // first, for it must lie where no call has others
   w->requests = reinterpret_cast<RequestPlan*>(take(b.batch * sizeof(RequestPlan)));
@@ -137,6 +139,8 @@ CacheBoxes boxes_of(const VegasPagedCache& cache) {
   const bool described = box >= 8 && cache.num_pages > 0 && describe(cache.k, cache, cache.dtype, box, &boxes.k) &&
                          describe(cache.v, cache, cache.dtype, box, &boxes.v);
   boxes.box = described ? box : 0;
+  for (boxes.box_log2 = 0; 1 << boxes.box_log2 < box; ++boxes.box_log2) {
+  }
   return boxes;
 }
 
@@ -181,7 +185,10 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   const size_t needed = lay_out(sizes, rule, row_groups, num_sms, static_cast<char*>(p.workspace), &w);
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
-  LaunchShape shape = {row_groups, 1 << w.tile_shift, dim3(w.team, w.teams.divisor)};
+  const int64_t most_bytes =
+      2 * int64_t{p.batch} * p.max_seqlen_k * p.cache.num_heads_kv * p.cache.head_dim * (fp8 ? 1 : 2);
+  const bool guesses = p.batch <= kFewRequests && most_bytes <= kGuessUpTo;
+  LaunchShape shape = {row_groups, 1 << w.tile_shift, guesses, dim3(w.team, w.teams.divisor)};
   shape.merges =
       p.max_seqlen_k > kMinTileKeys ? static_cast<int>(sizes.row_tiles(row_groups)) * p.cache.num_heads_kv : 0;
   // A CTA merges one row where there are few, which then have many chunks.

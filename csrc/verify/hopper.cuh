@@ -329,13 +329,19 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
   extern __shared__ __align__(1024) char shared_bytes[];
   SharedMemory<T>& shared = *reinterpret_cast<SharedMemory<T>*>(shared_bytes);
   const bool guided = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD;
+  // Of a few requests, a warp finds the CTA's work while the previous launch ends, when lengths may still change. They
+  // are looked at again afterwards, while the first keys are on their way.
+  const bool guesses = T::kGuesses && threadIdx.x / 32 == kFirstGuideWarp;
+  VerifyRequest guessed;
+  if (guesses) {
+    guessed = lane_request(p, w);
+    make_warp_plan(p, w, guessed, shared.share, shared.segments[0], [] {});
+  }
   if (threadIdx.x == 0) {
     using cutlass::arch::ClusterBarrier;
     constexpr int kRowThreads = T::kRowGroups * kGroupThreads;
     constexpr int kGuideThreads = 32 * kGuideWarps;
     for (int stage = 0; stage < T::kStages; ++stage) {
-      ClusterBarrier::init(&shared.keys_full[stage], 32 + 1);
-      ClusterBarrier::init(&shared.values_full[stage], 32);
       // Of an fp8 cache, the guide warps get products.
       ClusterBarrier::init(&shared.keys_empty[stage], kRowThreads + (guided && !T::kFp8 ? kGuideThreads : 0));
       ClusterBarrier::init(&shared.values_empty[stage], kRowThreads);
@@ -351,7 +357,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
         ClusterBarrier::init(&shared.rows.guide_empty[slot], kGuideThreads);
       }
     }
-    cutlass::arch::fence_barrier_init();
+    init_full_barriers(shared);
     if (boxes.box > 0) {
       cute::prefetch_tma_descriptor(&boxes.k);
       cute::prefetch_tma_descriptor(&boxes.v);
@@ -360,12 +366,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
   __syncthreads();
   if (threadIdx.x < kGroupThreads) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
-    cudaGridDependencySynchronize();
-    cudaTriggerProgrammaticLaunchCompletion();
-    static_assert(kPlanThreads == kGroupThreads);
-    const auto sync = [] { cutlass::arch::NamedBarrier::sync(kGroupThreads, kProducerBarrier); };
-    make_plan(p, w, shared.share, shared.segments[0], reinterpret_cast<int*>(shared.guide_norm), sync,
-              [&] { arrive_barrier(shared.segment_full[0]); });
+    if (guesses) {
+      judge_guess(p, w, shared, guessed);
+    } else if (!T::kGuesses) {
+      cudaGridDependencySynchronize();
+      cudaTriggerProgrammaticLaunchCompletion();
+      static_assert(kPlanThreads == kGroupThreads);
+      const auto sync = [] { cutlass::arch::NamedBarrier::sync(kGroupThreads, kProducerBarrier); };
+      make_plan(p, w, shared.share, shared.segments[0], reinterpret_cast<int*>(shared.guide_norm), sync,
+                [&] { arrive_barrier(shared.segment_full[0]); });
+    }
     if (threadIdx.x / 32 < kFirstGuideWarp) {
       load_tiles<T>(p, w, boxes, shared);
     } else if (guided) {

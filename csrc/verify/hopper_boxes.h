@@ -13,6 +13,7 @@ struct alignas(64) CacheBoxes {
   cute::TmaDescriptor k;
   cute::TmaDescriptor v;
   int box;
+  int box_log2;
   cutlass::FastDivmod page_size;
 };
 

@@ -12,11 +12,6 @@ using portable::RowOutput;
 constexpr int kFinishThreads = 128;
 constexpr int kFinishWarps = kFinishThreads / 32;
 
-__device__ __forceinline__ void await_attention() {
-  cudaGridDependencySynchronize();
-  cudaTriggerProgrammaticLaunchCompletion();
-}
-
 // Part `part` of a row's chunks: every kFinishWarps-th, in the order of the keys. Where they lie is known before they
 // are there, and small calls wait for every instruction that comes after.
 template <int kHeadDim>
@@ -98,7 +93,7 @@ __device__ inline void merge_row(const VegasVerifyParams& p, const Workspace& w,
   }
   Part mine(w, chunks, row, shared ? warp : 0);
   const float2* norm = w.partial_norm + int64_t{chunks.slot(lane)} * w.norm_rows + row;  // of chunk `lane`
-  await_attention();
+  cudaGridDependencySynchronize();
 
   mine.read(0);
   RowNorm whole = {lane < chunks.count ? norm->x : -INFINITY, 0.0f};
@@ -160,15 +155,17 @@ __global__ void __launch_bounds__(kFinishThreads, kHeadDim > 128  ? 3
                                                                   : 5)
     verify_finish_kernel(const __grid_constant__ VegasVerifyParams p, const __grid_constant__ Workspace w,
                          int rows_per_cta, int merges) {
+  // What comes next may start: it waits for this launch, which waits for the attention.
+  cudaTriggerProgrammaticLaunchCompletion();
   const int b = blockIdx.z;
   // The attention kernel has waited for all before it when this one starts, so lengths stay as they are. A few are
   // looked at while that kernel ends.
   const bool few = p.batch <= kFewRequests;
-  if (!few) await_attention();
+  if (!few) cudaGridDependencySynchronize();
   const RequestPlan plan = few ? plan_of(p, w, b) : w.requests[b];
   const int of_row_tile = blockIdx.y;
   if (of_row_tile >= merges) {
-    await_attention();
+    cudaGridDependencySynchronize();
     const int cta = (of_row_tile - merges) * gridDim.x + blockIdx.x;
     const int ctas = (gridDim.y - merges) * gridDim.x;
     if (w.dump) {
@@ -191,7 +188,7 @@ __global__ void __launch_bounds__(kFinishThreads, kHeadDim > 128  ? 3
                           : row - w.tile_rows < plan.request.num_guides && row_tile == 0 && p.dump != VEGAS_DUMP_TOKEN;
   const Chunks chunks(w, plan, kv_head, row_tile);
   if (!exists || row_tile >= plan.row_tiles || chunks.count == 1) {
-    await_attention();
+    cudaGridDependencySynchronize();
     return;
   }
   merge_row<Element, kHeadDim>(p, w, plan.request, b, kv_head, row_tile, row, chunks, rows_per_cta == 1);

@@ -19,6 +19,54 @@ __device__ __forceinline__ void hand_guides(const VegasVerifyParams& p, const Se
   arrive_barrier(rows.guides_ready);
 }
 
+// What guide_column makes of head rows alone, by all lanes of a warp: each makes one segment of a guide row and hands
+// it on. It runs once, as the first keys arrive, and instructions that are not at hand come late then: this takes
+// fewer.
+template <class Element, int kSegments>
+__device__ __forceinline__ void make_guide_column(const VegasVerifyParams& p, const VerifyRequest& request, int kv_head,
+                                                  int column, int segment, uint4 (&made)[kSegments]) {
+  constexpr int kOfRow = 4 * kSegments;  // segments of a guide row
+  constexpr int kBatch = 4;              // heads that are read at once
+  static_assert(2 * kOfRow <= 32, "a lane makes one segment");
+  const int lane = threadIdx.x % 32;
+  const int group = p.num_heads_q / p.cache.num_heads_kv;
+  const int guide = min(lane / kOfRow % 2, request.num_guides - 1);
+  const int own = lane % kOfRow * 8;
+  const Element* heads = portable::guide_heads<Element>(p, request, kv_head, guide) + own;
+  float sum[8] = {};
+#pragma unroll 1
+  for (int first = 0; first < group; first += kBatch) {
+    uint4 values[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      values[i] = make_uint4(0, 0, 0, 0);
+      if (own >= p.cache.head_dim || first + i >= group) continue;
+      values[i] = portable::load_query(heads + (first + i) * p.q_stride_head, true);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const uint32_t words[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = portable::unpack<Element>(words[j]);
+        sum[2 * j] += pair.x;
+        sum[2 * j + 1] += pair.y;
+      }
+    }
+  }
+  const float share = 1.0f / group;
+  uint32_t words[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) words[j] = portable::pack<Element>(sum[2 * j] * share, sum[2 * j + 1] * share);
+#pragma unroll
+  for (int s = 0; s < kSegments; ++s) {
+    uint32_t got[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) got[j] = __shfl_sync(0xffffffffu, words[j], column % 2 * kOfRow + segment + 4 * s);
+    made[s] = make_uint4(got[0], got[1], got[2], got[3]);
+  }
+}
+
 // Keys on the 16-row side of mma.m16n8k16, guide columns on the 8-column side; the guide warps share the keys of a
 // tile. Lanes read and keep whole segments of 16 bytes, whose words are their operands of two products: a product takes
 // its dimensions in any order, if only both sides have the same. Keys take turns within 8, so that the lanes that read
@@ -63,8 +111,10 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     uint4 query[T::kFp8 ? 1 : kSteps];
     if constexpr (T::kFp8) {
       if (s.first_tile < s.end_tile) hand_guides<T>(p, s, shared.rows, 32 * guide_warp + lane);
-    } else {
+    } else if (token || !T::kGuesses) {
       portable::guide_column<Element>(p, s.request, s.kv_head, lane / 4 % portable::kGuideColumns, lane % 4, query);
+    } else if constexpr (T::kGuesses) {
+      make_guide_column<Element>(p, s.request, s.kv_head, lane / 4, lane % 4, query);
     }
     const float scale = p.softmax_scale * portable::descale_of(p.cache.k, s.index, s.kv_head);
     // Of this lane's keys of the next tile; returns a bit per key that exists.

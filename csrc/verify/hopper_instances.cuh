@@ -44,14 +44,16 @@ cudaError_t launch_verify(const VegasVerifyParams& p, const Workspace& w, const 
   const bool large = shape.tile_keys == 128;
   switch (portable::padded_head_dim(p.cache.head_dim) + shape.row_groups) {
     case 64 + 1:
-      return launch_instance<Traits<Element, 64, 1, 64>>(p, w, boxes, shape, stream);
+      return shape.guesses ? launch_instance<Traits<Element, 64, 1, 64, true>>(p, w, boxes, shape, stream)
+                           : launch_instance<Traits<Element, 64, 1, 64>>(p, w, boxes, shape, stream);
     case 64 + 2:
       return large ? launch_instance<Traits<Element, 64, 2, 128>>(p, w, boxes, shape, stream)
                    : launch_instance<Traits<Element, 64, 2, 64>>(p, w, boxes, shape, stream);
     case 64 + 3:
       return launch_instance<Traits<Element, 64, 3, 64>>(p, w, boxes, shape, stream);
     case 128 + 1:
-      return launch_instance<Traits<Element, 128, 1, 64>>(p, w, boxes, shape, stream);
+      return shape.guesses ? launch_instance<Traits<Element, 128, 1, 64, true>>(p, w, boxes, shape, stream)
+                           : launch_instance<Traits<Element, 128, 1, 64>>(p, w, boxes, shape, stream);
     case 128 + 2:
       return large ? launch_instance<Traits<Element, 128, 2, 128>>(p, w, boxes, shape, stream)
                    : launch_instance<Traits<Element, 128, 2, 64>>(p, w, boxes, shape, stream);

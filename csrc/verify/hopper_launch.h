@@ -26,6 +26,7 @@ constexpr int ctas_per_sm(int row_groups, int head_dim) { return row_groups == 1
 struct LaunchShape {
   int row_groups;
   int tile_keys;
+  bool guesses;      // CTAs look for work while the previous launch ends
   dim3 grid;         // of the attention kernel
   dim3 finish_grid;  // of the last kernel; without rows: no such kernel
   int rows_per_cta;  // that merge

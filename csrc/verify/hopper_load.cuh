@@ -9,6 +9,49 @@
 
 namespace vegas_ops::hopper {
 
+// Of the warps that load and the one that guesses.
+__device__ __forceinline__ void sync_judgement() {
+  asm volatile("" ::: "memory");
+  cutlass::arch::NamedBarrier::sync(kJudgeThreads, kProducerBarrier);
+  asm volatile("" ::: "memory");
+}
+
+// When the previous launch has ended, the warp that has guessed the first segment looks at the lengths again. If it was
+// wrong, the loading warps let their tiles come in, of which nobody else knows, and start anew.
+template <class T>
+__device__ __forceinline__ void judge_guess(const VegasVerifyParams& p, const Workspace& w, SharedMemory<T>& shared,
+                                            const VerifyRequest& guessed) {
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  const VerifyRequest now = lane_request(p, w);
+  const bool holds = __all_sync(0xffffffffu, now == guessed);
+  if (threadIdx.x % 32 == 0) {
+    shared.guess_holds = holds;
+    if (holds) arrive_barrier(shared.segment_full[0]);
+  }
+  if (holds) {
+    cutlass::arch::NamedBarrier::arrive(kJudgeThreads, kProducerBarrier);
+    return;
+  }
+  sync_judgement();
+  sync_judgement();
+  if (threadIdx.x % 32 == 0) init_full_barriers(shared);
+  __syncwarp();
+  make_warp_plan(p, w, now, shared.share, shared.segments[0], [&] { arrive_barrier(shared.segment_full[0]); });
+  sync_judgement();
+}
+
+// A loading warp's part in it: `tiles` are on their way.
+template <class T>
+__device__ __forceinline__ void await_new_plan(SharedMemory<T>& shared, bool values, int tiles) {
+  for (int stage = 0; stage < tiles; ++stage) {
+    wait_barrier(values ? shared.values_full[stage] : shared.keys_full[stage], 0);
+  }
+  cutlass::arch::fence_view_async_shared();
+  sync_judgement();
+  sync_judgement();
+}
+
 // The K warp and the V warp: tiles come by the copy engine where they are whole and their pages allow boxes, else row
 // by row, with zeros for what must not be read. The K warp also cuts the CTA's share into segments and tells the
 // others.
@@ -27,11 +70,21 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
   const bool full_rows = p.cache.head_dim == T::kHeadDim;
   const int lane_row = lane / Tile::kSegments;
   const int lane_offset = swizzled_offset<T::kTileKeys, Tile::kBlockBytes>(lane_row, segment);
-  const int num_boxes = boxes.box > 0 ? T::kTileKeys / boxes.box : 0;
+  const int num_boxes = boxes.box > 0 ? T::kTileKeys >> boxes.box_log2 : 0;
 
   RingPosition<T::kStages> ring;
   SegmentReader<T> segments = {shared};
   bool first = true;
+  bool guess = T::kGuesses;  // the segment may still change
+  // Whether the first segment was right, which is known once the previous launch has ended.
+  const auto guess_holds = [&] {
+    guess = false;
+    sync_judgement();
+    return shared.guess_holds != 0;
+  };
+  // A first look into the table, before the previous launch has ended, has the code and the entries at hand for the
+  // one that counts.
+  bool rehearses = guess;
   while (true) {
     // One copy of the code for both warps, which then find each other's in the cache.
     asm volatile("" : "+r"(value_warp));
@@ -45,8 +98,14 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
       }
     }
     first = false;
-    const Segment* next = segments.next();
-    if (!next) break;
+    const Segment* next = segments.next(guess);
+    if (!next) {
+      rehearses = false;
+      if (!guess || guess_holds()) break;
+      await_new_plan(shared, values, 0);
+      first = true;
+      continue;
+    }
     const Segment& s = *next;
     const int32_t* table = p.cache.block_table + s.index * p.cache.block_table_stride;
     const int kv_head = s.kv_head;
@@ -73,11 +132,17 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
         if (tile < end_tile && read) {
           int column;
           boxes.page_size(column, slot[j], position);
-          page[j] = __ldg(table + column);
+          page[j] = T::kGuesses && rehearses ? EarlyLoad()(table + column) : __ldg(table + column);
         }
       }
     };
+    bool wrong = false;
     for (int tile = s.first_tile - 1; tile < end_tile; ++tile) {
+      // Nobody takes a tile before the guess is known to hold.
+      if (guess && tile == s.first_tile + T::kStages && !guess_holds()) {
+        wrong = true;
+        break;
+      }
       const int box_page = page[0];
       const int box_slot = slot[0];
       const uint32_t found = __ballot_sync(0xffffffffu, box_page >= 0 && box_page < num_pages);
@@ -101,6 +166,12 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
         valid.words[j] = __ballot_sync(0xffffffffu, exists);
       }
       look_up(tile + 1);
+      if (rehearses) {
+        rehearses = false;
+        cudaGridDependencySynchronize();
+        --tile;
+        continue;
+      }
       if (tile < s.first_tile) continue;
       wait_barrier(values ? shared.values_empty[ring.stage] : shared.keys_empty[ring.stage], ring.phase ^ 1);
       char* target = values ? shared.values[ring.stage] : shared.keys[ring.stage];
@@ -168,6 +239,13 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
         gather(false);
       }
       cutlass::arch::cpasync_barrier_arrive_noinc(full);
+    }
+    if (guess) wrong = !guess_holds();
+    if (wrong) {
+      await_new_plan(shared, values, ring.phase ? T::kStages : ring.stage);
+      ring = {};
+      first = true;
+      continue;
     }
     segments.done();
   }

@@ -89,9 +89,20 @@ struct RequestPlan {
   int share;       // units of a team
 };
 
+// Reads what the previous launch may still write: not from the L1 cache, where it would be found again.
+struct EarlyLoad {
+  __device__ __forceinline__ int operator()(const int32_t* from) const {
+    int word;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+    return word;
+  }
+};
+
 // A request whose tiles start where a box of a page may.
-__device__ inline VerifyRequest request_of(const VegasVerifyParams& p, const Workspace& w, int b) {
-  VerifyRequest request(p, b);
+template <class Load = portable::PlainLoad>
+__device__ inline VerifyRequest request_of(const VegasVerifyParams& p, const Workspace& w, int b,
+                                           const Load& load = {}) {
+  VerifyRequest request(p, b, load);
   request.first_key = request.first_key >> w.tile_shift << w.tile_shift;
   return request;
 }
@@ -235,6 +246,36 @@ __device__ inline void make_plan(const VegasVerifyParams& p, const Workspace& w,
     }
     const bool here = at <= begin && begin < at + mine;
     if (!writes && !here) return;
+  }
+}
+
+// One of up to kFewRequests requests, this lane's; read in a way that finds out what has changed since.
+__device__ inline VerifyRequest lane_request(const VegasVerifyParams& p, const Workspace& w) {
+  return request_of(p, w, min(static_cast<int>(threadIdx.x) % 32, p.batch - 1), EarlyLoad());
+}
+
+// As make_plan, but by one warp, whose lanes have a request each.
+template <class Ready>
+__device__ inline void make_warp_plan(const VegasVerifyParams& p, const Workspace& w, const VerifyRequest& request,
+                                      Share& share, Segment& segment, const Ready& ready) {
+  const int lane = threadIdx.x % 32;
+  RequestUnits units(w, request);
+  if (lane >= p.batch) units.all = 0;
+  const int end = warp_scan(units.all);
+  const int at = end - units.all;
+  const int total = __shfl_sync(0xffffffffu, end, 31);
+  const int size = share_of(w, total);
+  const int begin = min(total, static_cast<int>(blockIdx.y) * size);
+  if (begin == total && lane == 0) {
+    share = {};
+    segment.index = -1;
+    ready();
+  }
+  if (at <= begin && begin < end) {
+    Share left = {begin, min(total, begin + size), at, lane};
+    segment = cut_segment(p, w, request, units, left);
+    share = left;
+    ready();
   }
 }
 

@@ -26,6 +26,7 @@ constexpr int kGroupWarps = kGroupThreads / 32;
 constexpr int kValueWarp = 1;  // warp 0 loads keys
 constexpr int kFirstGuideWarp = 2;
 constexpr int kGuideWarps = 2;
+constexpr int kJudgeThreads = 32 * (kFirstGuideWarp + 1);  // the warps that load, and one that guesses their work
 // Named barriers of parts of the CTA; a softmax group's own is 1 + group.
 constexpr int kProducerBarrier = 1 + kMaxRowGroups;
 constexpr int kGuideBarrier = kProducerBarrier + 1;
@@ -35,12 +36,14 @@ constexpr int kSegmentSlots = 2;                 // segments that the CTA's role
 template <class Element>
 using MmaElement = std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
 
-// One kernel: query type, padded head dimension, how many warpgroups own 64 packed rows each, and keys of a tile.
-template <class Element_, int kHeadDim_, int kRowGroups_, int kTileKeys_>
+// One kernel: query type, padded head dimension, how many warpgroups own 64 packed rows each, keys of a tile, and
+// whether CTAs look for their work while the previous launch ends.
+template <class Element_, int kHeadDim_, int kRowGroups_, int kTileKeys_, bool kGuesses_ = false>
 struct Traits {
   using Element = Element_;
   using Mma = MmaElement<Element>;
   static constexpr bool kFp8 = false;
+  static constexpr bool kGuesses = kGuesses_;
   static constexpr int kCacheBytes = 2;  // of an element
   static constexpr int kGuideSlots = 1;
   static constexpr int kHeadDim = kHeadDim_;
@@ -97,6 +100,7 @@ struct Fp8Traits {
   using Element = Element_;
   using Mma = MmaElement<Element>;
   static constexpr bool kFp8 = true;
+  static constexpr bool kGuesses = false;
   static constexpr int kCacheBytes = 1;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowGroups = 1;
@@ -234,6 +238,7 @@ struct SharedMemory {
   PendingSum pending[kGuideWarps][kMostPending];
   Share share;
   Segment segments[kSegmentSlots];
+  int guess_holds;           // of the first segment, where lengths were read before the previous launch had ended
   RowNorm guide_norm[2][2];  // of the last guide warp: by parity of the segment, and guide row; scratch before
 };
 
@@ -261,6 +266,16 @@ __device__ __forceinline__ void arrive_barrier(const uint64_t& barrier) {
   cutlass::arch::ClusterBarrier::arrive(&barrier);
 }
 
+// What has been loaded: all lanes of the loading warp arrive, and for keys one more, which tells which of them exist.
+template <class T>
+__device__ __forceinline__ void init_full_barriers(SharedMemory<T>& shared) {
+  for (int stage = 0; stage < T::kStages; ++stage) {
+    cutlass::arch::ClusterBarrier::init(&shared.keys_full[stage], 32 + 1);
+    cutlass::arch::ClusterBarrier::init(&shared.values_full[stage], 32);
+  }
+  cutlass::arch::fence_barrier_init();
+}
+
 // A role's walk through the CTA's segments: next() waits for a segment, done() gives its slot back. Every lane for
 // itself, so that a slot is written after all that was read of it.
 template <class T>
@@ -268,8 +283,9 @@ struct SegmentReader {
   SharedMemory<T>& shared;
   RingPosition<kSegmentSlots> ring;
 
-  __device__ const Segment* next() {
-    wait_barrier(shared.segment_full[ring.stage], ring.phase);
+  // A guess is there from the start.
+  __device__ const Segment* next(bool guess = false) {
+    if (!guess) wait_barrier(shared.segment_full[ring.stage], ring.phase);
     const Segment* s = &shared.segments[ring.stage];
     return s->index < 0 ? nullptr : s;
   }

@@ -7,6 +7,11 @@
 
 namespace vegas_ops::portable {
 
+// Reads what no launch in progress writes.
+struct PlainLoad {
+  __device__ __forceinline__ int operator()(const int32_t* from) const { return *from; }
+};
+
 // The group of a KV head and q_len rows are packed into rows of one tile: the heads of the first row, of the last row,
 // and of all others. Guide rows are not among them.
 struct VerifyRequest {
@@ -22,14 +27,15 @@ struct VerifyRequest {
   int last_full_key;
 
   VerifyRequest() = default;
-  __device__ VerifyRequest(const VegasVerifyParams& p, int b) {
-    q_begin = clamp(p.cu_seqlens_q[b], 0, p.total_q);
-    q_len = min(clamp(p.cu_seqlens_q[b + 1], q_begin, p.total_q) - q_begin, p.max_seqlen_q);
+  template <class Load = PlainLoad>
+  __device__ VerifyRequest(const VegasVerifyParams& p, int b, const Load& load = {}) {
+    q_begin = clamp(load(p.cu_seqlens_q + b), 0, p.total_q);
+    q_len = min(clamp(load(p.cu_seqlens_q + b + 1), q_begin, p.total_q) - q_begin, p.max_seqlen_q);
     const int64_t capacity = int64_t{p.cache.max_pages} * p.cache.page_size;
     const int bound = capacity < p.max_seqlen_k ? static_cast<int>(capacity) : p.max_seqlen_k;
-    keys = clamp(p.seqused_k[b], 0, bound);
-    bits = p.dump == VEGAS_DUMP_NONE || q_len == 0 ? 0 : p.dump_rows ? p.dump_rows[b] & 3 : 3;
-    dump_len = bits == 0 ? 0 : clamp(p.dump_len ? p.dump_len[b] : keys - q_len + 1, 0, keys);
+    keys = clamp(load(p.seqused_k + b), 0, bound);
+    bits = p.dump == VEGAS_DUMP_NONE || q_len == 0 ? 0 : p.dump_rows ? load(p.dump_rows + b) & 3 : 3;
+    dump_len = bits == 0 ? 0 : clamp(p.dump_len ? load(p.dump_len + b) : keys - q_len + 1, 0, keys);
     const bool guided = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD;
     num_guides = !guided || bits == 0 ? 0 : bits == 3 && q_len > 1 ? 2 : 1;
     int last;
@@ -42,6 +48,12 @@ struct VerifyRequest {
       end_key = keys;
     }
     if (end_key <= first_key) first_key = end_key = 0;
+  }
+
+  // All else follows from these.
+  __device__ bool operator==(const VerifyRequest& other) const {
+    return q_begin == other.q_begin && q_len == other.q_len && keys == other.keys && bits == other.bits &&
+           dump_len == other.dump_len;
   }
 
   __device__ static int clamp(int x, int low, int high) { return max(low, min(x, high)); }
