@@ -41,6 +41,14 @@ struct Selector {
   __device__ __forceinline__ int32_t reach() const { return p.pool_before + p.pool_after; }
   __device__ __forceinline__ int rows() const { return (slice.words + kRowWords - 1) / kRowWords; }
 
+  // Where the table of listed scores has that of a bit. Every thread has slots of its own, for what it reads itself: 1,
+  // or 2 where there are half as many warps.
+  __device__ __forceinline__ static uint32_t own_slots() { return warps() == kWarps ? 31 : 63; }  // of a warp, less 1
+  __device__ __forceinline__ static uint32_t recent_slot(int32_t bit) {
+    const uint32_t place = bit - 32, row_to_warp = place >> (warps() == kWarps ? 3 : 2);
+    return ((row_to_warp & ~own_slots()) | (place & own_slots())) % kRecent;
+  }
+
   // ---- reading ------------------------------------------------------------------------------------------------------
 
   // Whether scores are above a threshold, from bit 0 on, before others. The sign of a difference says it, and that of
@@ -73,9 +81,10 @@ struct Selector {
       if (!one_key && inside >> lane & 1) {
         const Listed listed = {__float_as_uint(x), static_cast<uint32_t>(lane)};
         list[atomicAdd(count, 1)] = listed;  // always has room
-        arrays.recent[kRecent - 32 + lane] = listed;
+        arrays.recent[recent_slot(lane)] = listed;
       }
     }
+    Listed* const recent = arrays.recent + recent_slot(32 + kRow * warp_of_thread() + lane);
     const Transposition transposed;
     // Of its words, a lane stores that of its number.
     constexpr int kSets = kPooled ? 3 : 2;
@@ -102,14 +111,13 @@ struct Selector {
         const int32_t own = __popc(inside), slot = atomicAdd(count, own);
         if (slot + own <= room) {
           Listed* to = list + slot;
-          Listed* const recent = arrays.recent + kRow * row % kRecent + lane;
           const uint32_t bit = 32 + kRow * row + lane;
 #pragma unroll
           for (int i = 0; i < kRowWords; ++i) {
             if (inside >> i & 1) {
               const Listed listed = {__float_as_uint(x[i]), bit + 32 * i};
               *to++ = listed;
-              if (kPooled) recent[32 * i] = listed;
+              if (kPooled) recent[32 * i & own_slots()] = listed;
             }
           }
         }
@@ -138,7 +146,7 @@ struct Selector {
   __device__ __forceinline__ uint32_t weight_of(float score, int32_t bit) const {
     const int32_t word = bit / 32, shift = bit % 32, reach = this->reach();
     const auto score_of = [&](int32_t other) {
-      const Listed recent = arrays.recent[static_cast<uint32_t>(other - 32) % kRecent];
+      const Listed recent = arrays.recent[recent_slot(other)];
       return recent.bit == other ? __uint_as_float(recent.score) : *slice.at(slice.place_of(other));
     };
     // Bit i for i places after it.
@@ -526,10 +534,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane_of_thread() == 0) shared.warp_least[warp_of_thread()] = least, shared.warp_most[warp_of_thread()] = most;
     }
     __syncthreads();
-    if (threadIdx.x < kBracketThreads) {
-      const Interval interval = bracket(shared, margins);
-      if (threadIdx.x == 0) shared.bracket = interval;
-    }
+    const Interval bracketed = bracket(shared, margins);
+    if (threadIdx.x == 0) shared.bracket = bracketed;
     __syncthreads();
     const Interval interval = shared.bracket;
     const Arrays arrays(&shared + 1, shape);

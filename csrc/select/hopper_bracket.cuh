@@ -105,7 +105,7 @@ struct Arrays {
   uint32_t* ranked;      // places that are, and selectable
   uint32_t* open;        // of these, those with no score above the interval in their window
   uint32_t* equal;       // in the same memory: scores equal to the threshold
-  Listed* recent;        // (kRecent,): of the listed, the last of those whose places are equal modulo kRecent
+  Listed* recent;        // (kRecent,): of the listed, the last of those that share a slot
   Listed* listed;        // (warps, most_listed)
   uint16_t* gathered;    // in the same memory: places of the chosen
 
@@ -211,10 +211,6 @@ struct Sample {
   }
 };
 
-__device__ __forceinline__ void synchronize_bracket() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kBracketThreads) : "memory");
-}
-
 // Ranks in the sample around that of the threshold: four deviations better, where that is one, and worse.
 struct Margins {
   int32_t upper;
@@ -229,74 +225,88 @@ struct Margins {
   }
 };
 
-// Keys of the sample between which the threshold of a list probably lies. By kBracketThreads threads.
+// Keys of the sample between which the threshold of a list probably lies: the first kBracketThreads threads work, and
+// the result is theirs. All meet at the barriers, for racecheck loses count after those of a part of a CTA.
 __device__ __forceinline__ Interval bracket(Shared& shared, const Margins& margins) {
   const int lane = lane_of_thread(), warp = warp_of_thread();
+  const bool works = threadIdx.x < kBracketThreads;
   const int32_t upper = margins.upper, lower = margins.lower;
   constexpr int kOwnKeys = kSamples / kBracketThreads, kOwnBins = kSampleBins / kBracketThreads;
-  uint32_t keys[kOwnKeys];
+  uint32_t keys[kOwnKeys] = {};
+  if (works) {
 #pragma unroll
-  for (int i = 0; i < kOwnKeys; ++i) keys[i] = shared.sample_keys[threadIdx.x + i * kBracketThreads];
+    for (int i = 0; i < kOwnKeys; ++i) keys[i] = shared.sample_keys[threadIdx.x + i * kBracketThreads];
+  }
   const bool drawn = lane < kSamples / 32;
   uint32_t least = __reduce_min_sync(kAllLanes, drawn ? shared.warp_least[lane] : kAllLanes);
   uint32_t most = __reduce_max_sync(kAllLanes, drawn ? shared.warp_most[lane] : 0);
   if (most == 0) return {kLowestKey - 1, kHighestKey + 1};
   int32_t above = 0;  // keys of the sample that a closer look leaves aside
   for (int look = 0;; ++look) {
-    // At first the scores nearest to zero, 12 octaves below the largest, pass for zero: half of all keys are smaller.
-    constexpr int32_t kOctaves = 12 << 23;
-    const int32_t from = static_cast<int32_t>(least ^ 0x80000000u), to = static_cast<int32_t>(most ^ 0x80000000u);
-    const int32_t zero = look == 0 ? larger(larger(to, -from) - kOctaves, 0) : 0;
-    const auto position = [&](uint32_t key) {
-      const int32_t value = static_cast<int32_t>(key ^ 0x80000000u);
-      return value > 0 ? larger(value - zero, 0) : smaller(value + zero, 0);
-    };
-    const uint32_t origin = position(least);
-    const int shift = bin_shift(position(most) - origin, kSampleBins - 1, kSampleBits);
     uint32_t bins[kOwnKeys];
+    if (works) {
+      // At first the scores nearest to zero, 12 octaves below the largest, pass for zero: half of all keys are smaller.
+      constexpr int32_t kOctaves = 12 << 23;
+      const int32_t from = static_cast<int32_t>(least ^ 0x80000000u), to = static_cast<int32_t>(most ^ 0x80000000u);
+      const int32_t zero = look == 0 ? larger(larger(to, -from) - kOctaves, 0) : 0;
+      const auto position = [&](uint32_t key) {
+        const int32_t value = static_cast<int32_t>(key ^ 0x80000000u);
+        return value > 0 ? larger(value - zero, 0) : smaller(value + zero, 0);
+      };
+      const uint32_t origin = position(least);
+      const int shift = bin_shift(position(most) - origin, kSampleBins - 1, kSampleBits);
 #pragma unroll
-    for (int i = 0; i < kOwnKeys; ++i) {
-      const bool counts = keys[i] >= least && keys[i] <= most;
-      bins[i] = counts ? position(keys[i]) - origin >> shift : kAllLanes;
-      if (counts) atomicAdd(&shared.sample[bins[i]], 1u);
+      for (int i = 0; i < kOwnKeys; ++i) {
+        const bool counts = keys[i] >= least && keys[i] <= most;
+        bins[i] = counts ? position(keys[i]) - origin >> shift : kAllLanes;
+        if (counts) atomicAdd(&shared.sample[bins[i]], 1u);
+      }
     }
-    synchronize_bracket();
-    uint4& four = reinterpret_cast<uint4*>(shared.sample)[kBracketThreads - 1 - threadIdx.x];
-    const uint32_t counts[kOwnBins] = {four.w, four.z, four.y, four.x};  // the best first
-    four = make_uint4(0, 0, 0, 0);
-    const uint32_t sum = counts[0] + counts[1] + counts[2] + counts[3], inclusive = warp_scan(sum);
-    if (lane == 31) shared.warp_sums[warp] = inclusive;
-    synchronize_bracket();
-    const uint32_t warp_sum = lane < kBracketThreads / 32 ? shared.warp_sums[lane] : 0;
-    int32_t through = above + inclusive - sum + __reduce_add_sync(kAllLanes, lane < warp ? warp_sum : 0);
-    const int32_t all = above + __reduce_add_sync(kAllLanes, warp_sum);
+    __syncthreads();
+    uint32_t counts[kOwnBins], sum = 0, inclusive = 0;
+    if (works) {
+      uint4& four = reinterpret_cast<uint4*>(shared.sample)[kBracketThreads - 1 - threadIdx.x];
+      counts[0] = four.w, counts[1] = four.z, counts[2] = four.y, counts[3] = four.x;  // the best first
+      four = make_uint4(0, 0, 0, 0);
+      sum = counts[0] + counts[1] + counts[2] + counts[3], inclusive = warp_scan(sum);
+      if (lane == 31) shared.warp_sums[warp] = inclusive;
+    }
+    __syncthreads();
+    int32_t all = 0;
+    if (works) {
+      const uint32_t warp_sum = lane < kBracketThreads / 32 ? shared.warp_sums[lane] : 0;
+      int32_t through = above + inclusive - sum + __reduce_add_sync(kAllLanes, lane < warp ? warp_sum : 0);
+      all = above + __reduce_add_sync(kAllLanes, warp_sum);
 #pragma unroll
-    for (int i = 0; i < kOwnBins; ++i) {
-      const int32_t before = through;
-      through += counts[i];
-      const uint32_t bin = kSampleBins - 1 - kOwnBins * threadIdx.x - i;
-      if (before < upper && upper <= through) shared.high_bin = bin, shared.before = before, shared.interval.high = 0;
-      if (before < lower && lower <= through)
-        shared.low_bin = bin, shared.through = through, shared.interval.low = kAllLanes;
+      for (int i = 0; i < kOwnBins; ++i) {
+        const int32_t before = through;
+        through += counts[i];
+        const uint32_t bin = kSampleBins - 1 - kOwnBins * threadIdx.x - i;
+        if (before < upper && upper <= through) shared.high_bin = bin, shared.before = before, shared.interval.high = 0;
+        if (before < lower && lower <= through)
+          shared.low_bin = bin, shared.through = through, shared.interval.low = kAllLanes;
+      }
     }
-    synchronize_bracket();
+    __syncthreads();
     const bool has_low = lower <= all, has_high = upper > 0 && upper <= all;
+    bool close = false;
+    if (works) {
 #pragma unroll
-    for (int i = 0; i < kOwnKeys; ++i) {
-      if (has_high && bins[i] == shared.high_bin) atomicMax(&shared.interval.high, keys[i]);
-      if (has_low && bins[i] == shared.low_bin) atomicMin(&shared.interval.low, keys[i]);
+      for (int i = 0; i < kOwnKeys; ++i) {
+        if (has_high && bins[i] == shared.high_bin) atomicMax(&shared.interval.high, keys[i]);
+        if (has_low && bins[i] == shared.low_bin) atomicMin(&shared.interval.low, keys[i]);
+      }
+      const int32_t last = has_low ? shared.through : all;
+      above = has_high ? shared.before : above;
+      // Where few bins hold nearly all, as with an outlier, these deserve a closer look.
+      close = last - above <= lower - larger(upper, 0) + kSamples / 16 || least == most;
     }
-    const int32_t last = has_low ? shared.through : all;
-    above = has_high ? shared.before : above;
-    synchronize_bracket();
+    const bool done = __syncthreads_or(close) || look == 2;
     const Interval found = {has_low ? shared.interval.low : kLowestKey - 1,
                             has_high ? shared.interval.high : kHighestKey + 1};
+    if (done) return found.low == found.high ? Interval{found.low - 1, found.high + 1} : found;
     most = has_high ? found.high : most;
     least = has_low ? found.low : least;
-    // Where few bins hold nearly all, as with an outlier, these deserve a closer look.
-    if (last - above <= lower - larger(upper, 0) + kSamples / 16 || look == 2 || most == least) {
-      return found.low == found.high ? Interval{found.low - 1, found.high + 1} : found;
-    }
   }
 }
 

@@ -38,9 +38,9 @@ __device__ __forceinline__ void write_chosen(const VegasSelectParams& p, Shared&
   const uint32_t most_ties = taken_ties == shared.all_equal ? kAllLanes : taken_ties - earlier_ties;
   const int32_t share = (slice.words + threads() - 1) / threads(), first = 1 + share * threadIdx.x;
   if (threadIdx.x == 0 && slice.words == 0) shared.num_chosen = 0;
-  if (first - share * lane <= slice.words) {
-    // The warp has words.
-    uint32_t chosen[kMostShare], ties[kMostShare], counts = 0;
+  const bool works = first - share * lane <= slice.words;  // the warp has words
+  uint32_t chosen[kMostShare], ties[kMostShare], counts = 0, through = 0;
+  if (works) {
 #pragma unroll
     for (int i = 0; i < kMostShare; ++i) {
       const int32_t word = first + i;
@@ -56,10 +56,12 @@ __device__ __forceinline__ void write_chosen(const VegasSelectParams& p, Shared&
       }
       counts += __popc(chosen[i]) + (__popc(ties[i]) << 16);
     }
-    const uint32_t through = warp_scan(counts);
+    through = warp_scan(counts);
     if (lane == 31) shared.warp_sums[warp] = through;
+  }
+  __syncthreads();
+  if (works) {
     const int working = (slice.words + 32 * share - 1) / (32 * share);  // warps
-    asm volatile("bar.sync 2, %0;" ::"r"(32 * working) : "memory");
     const uint32_t sums = lane < working ? shared.warp_sums[lane] : 0, before = lane < warp ? sums : 0;
     uint32_t ties_before = __reduce_add_sync(kAllLanes, before >> 16) + (through - counts >> 16);
     uint32_t at =
