@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // What memory says of the request is read while the previous launch ends, and again beside the scores: rarely is
   // there a difference.
   if (threadIdx.x == 0) {
-    shared.words = request_words(p, list.request, load_current);
+    shared.words[0] = request_words(p, list.request, load_current);
     if (ctas > 1) shared.count_mail.open(), shared.key_mail.open();
     shared.better = 0, shared.num_own = 0, shared.earlier = 0;
   }
@@ -81,12 +81,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   float (&x)[kGroup] = select.x;
   const int32_t place = select.place(), forced_at = (cta + 1) * threads() - 1 - threadIdx.x;
   const bool draws = ctas > 1 && threadIdx.x < Plan::num_samples();
-  Plan plan(p, wave, list, index, shared.words, draws);
+  Plan plan(p, wave, list, index, shared.words[0], draws);
   float sample;
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
 #pragma unroll 1
-  for (;;) {
+  for (int turn = 0;; turn ^= 1) {
     // All loads before the first use of one.
     const Quota& quota = plan.quota;
     const int32_t position = plan.origin + place;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (kPooled && lane_of_thread() == 31) load_group(halo, plan.scores, position - 32 * kGroup, plan.length);
     if (threadIdx.x == 0) {
       const RequestWords current = request_words(p, list.request, load_current);
-      shared.stale = differ(current, shared.words), shared.words = current;
+      shared.stale = differ(current, shared.words[turn]), shared.words[turn ^ 1] = current;
       shared.quota = quota, shared.origin = plan.origin, shared.length = plan.length;  // registers are scarce
     }
     sample = negative_infinity();
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     if (!shared.stale) break;
     __syncthreads();
-    plan = Plan(p, wave, list, index, shared.words, draws);
+    plan = Plan(p, wave, list, index, shared.words[turn ^ 1], draws);
   }
   const Quota quota = shared.quota;
   // Looked up now, for the end: the slots of a forced token and of the thread's page.

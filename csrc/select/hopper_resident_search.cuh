@@ -31,8 +31,8 @@ struct alignas(16) Shared {
   uint32_t warp_sums[kWarps];
   Mailbox count_mail;
   Mailbox key_mail;
-  RequestWords words;  // that were read last
-  bool stale;          // they differ from those before
+  RequestWords words[2];  // that were read last, and before: they take turns, for others still look at these
+  bool stale;             // they differ
   Quota quota;
   int32_t origin;  // position of the first place, whose score is at a multiple of 32 bytes
   int32_t length;  // of what is read
