@@ -136,3 +136,28 @@ def test_too_small_a_workspace_is_refused(cuda: torch.device, op: str, bytes_giv
         getattr(vegas_ops, op)(*case.args, **call)
     for name, tensor in outputs.items():
         assert bool((tensor == SENTINEL).all()), f"{name} was written"
+
+
+@pytest.mark.parametrize("dump", ("none", "token", "token_weight", "kv_head"))
+@pytest.mark.parametrize(("heads", "heads_kv", "head_dim"), [(32, 8, 64), (6, 3, 128), (8, 1, 96)])
+@pytest.mark.parametrize("options", ({}, {"batch_invariant": True}, {"num_splits": 3}))
+def test_a_loose_bound_changes_no_bit(
+    device: torch.device, heads: int, heads_kv: int, head_dim: int, dump: str, options: dict[str, Any]
+) -> None:
+    """Calls that can be large have kernels of their own, whatever the lengths turn out to be."""
+    bound = 200_000
+    lengths, q_lens = (3000, 63, 0, 190, 700), (4, 1, 2, 0, 7)
+    case = VerifyCase(
+        seed=5, device=device, dtype=case_dtype(device), heads_q=heads, heads_kv=heads_kv, head_dim=head_dim,
+        lengths=lengths, q_lens=q_lens, dump=dump, with_sinks=True, options=options,
+    )  # fmt: skip
+    tight = case.outputs(SENTINEL)
+    loose = case.outputs(SENTINEL, width=bound)
+    verify(*case.args, **case.kwargs, **tight)
+    verify(*case.args, **{**case.kwargs, "max_seqlen_k": bound}, **loose)
+    for name, expected in tight.items():
+        got = loose[name]
+        if name == "logits":
+            assert bool((got[..., max(lengths) :] == SENTINEL).all())
+            got = got[..., : max(lengths)].contiguous()
+        assert_same_bits(got, expected, name)
