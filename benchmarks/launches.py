@@ -13,6 +13,7 @@ from vegas_ops.speculative import Request, SpeculativeDecoder
 from vegas_ops.speculative.round import Round
 
 _REPLAYS = 10
+_PROFILED = 3  # replays of a phase under the profiler
 
 
 def short(name: str) -> str:
@@ -21,10 +22,14 @@ def short(name: str) -> str:
     return name.split("(")[0].split("<")[0]
 
 
-def phases(decoder: SpeculativeDecoder, batch: int, gamma: int) -> dict[str, float]:
-    """Microseconds of each captured phase, replayed one after the other, as the batch is now."""
+def phases(
+    decoder: SpeculativeDecoder, batch: int, gamma: int
+) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    """Microseconds of each captured phase, replayed one after the other, as the batch is now, and where
+    they go (`account`)."""
     rounds = [r for r in decoder._rounds.values() if r.shape.steps == gamma and r.shape.batch >= batch]
     found: dict[str, float] = {}
+    accounts: dict[str, dict[str, Any]] = {}
     for (phase, modes), graph in rounds[-1]._graphs.items() if rounds else ():
         # Two phases would move the requests on; a first selection's graph is not the loop's.
         if phase in ("advance", "cycle") or any(mode.first for mode in modes):
@@ -38,14 +43,46 @@ def phases(decoder: SpeculativeDecoder, batch: int, gamma: int) -> dict[str, flo
             end.synchronize()
             times.append(1e3 * start.elapsed_time(end))
         found[phase] = round(sorted(times)[_REPLAYS // 2], 1)
-    return found
+        accounts[phase] = account(graph)
+    return found, accounts
+
+
+def account(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
+    """Where a replay's time goes. kernels: launches and microseconds by name, each moment counted for the
+    kernel that ends first of those that run in it, since one may wait while the one before ends; idle_us:
+    when none runs."""
+    graph.replay()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for _ in range(_PROFILED):
+            graph.replay()
+            torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, short(event.name))
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    counts: Counter[str] = Counter()
+    micros: Counter[str] = Counter()
+    idle, reached = 0.0, 0.0
+    for i, (start, end, name) in enumerate(spans):
+        if i % max(len(spans) // _PROFILED, 1) == 0:
+            reached = start
+        idle += max(start - reached, 0.0)
+        reached = max(reached, start)
+        counts[name] += 1
+        micros[name] += max(end - reached, 0.0)
+        reached = max(reached, end)
+    kernels = {name: [counts[name] / _PROFILED, round(t / _PROFILED, 1)] for name, t in micros.most_common()}
+    return {"kernels": kernels, "idle_us": round(idle / _PROFILED, 1)}
 
 
 def iteration(
     decoder: SpeculativeDecoder, held: Sequence[Request], steps: int = 4, **options: Any
 ) -> dict[str, Any]:
-    """Launches of one iteration by kernel (count, microseconds in all), the phases' replays, and the
-    host's time: that of a step but for its wait for the device."""
+    """Launches of one iteration by kernel (count, microseconds in all), the phases' replays, where their
+    time goes, and the host's time: that of a step but for its wait for the device."""
     waits: list[float] = []
     # Four steps before it counts, then timed ones, then profiled ones; all requests should live that long.
     most = (options.get("gamma", 0) + 1) * decoder.read_every  # tokens of a step
@@ -74,7 +111,7 @@ def iteration(
     finally:
         for name, read in reads.items():
             setattr(Round, name, read)
-    replayed = phases(decoder, len(held), options.get("gamma", 0))
+    replayed, accounts = phases(decoder, len(held), options.get("gamma", 0))
     activities = [torch.profiler.ProfilerActivity.CUDA]
     before = done()
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
@@ -97,6 +134,7 @@ def iteration(
             for name, total in micros.most_common()
         },
         "phases_us": replayed,
+        "accounts": accounts,
         "host_us": round(1e6 * (whole - sum(waits)) / iterations, 1),
         "wait_us": round(1e6 * sum(waits) / iterations, 1),
     }

@@ -52,7 +52,8 @@ def interval(values: Sequence[float]) -> float | None:
 
 
 def measure(decoded: Decoded) -> dict[str, Any]:
-    """Throughput, its interval over blocks of iterations; tokens an iteration, its interval over requests."""
+    """Throughput, its interval over blocks of iterations; tokens an iteration: of those timed, and of each
+    request's all (per verification), with its interval over requests."""
     requests = decoded.requests
     s = [request.statistics for request in requests]
     tokens, iterations = sum(x.tokens for x in s), sum(x.iterations for x in s)
@@ -69,6 +70,7 @@ def measure(decoded: Decoded) -> dict[str, Any]:
         "tokens_per_second": round(decoded.tokens_per_second, 1),
         "tokens_per_second_interval": interval(rates),
         "iteration_us": round(1e6 * decoded.seconds / decoded.iterations, 1),
+        "tokens_per_iteration": round(decoded.tokens / decoded.iterations / len(requests), 3),
         "tokens_per_verification": round(tokens / iterations, 3),
         "tokens_per_verification_interval": interval([x.tokens_per_iteration for x in s]),
         "drafted": sum(x.drafted for x in s),
@@ -317,7 +319,8 @@ def run_batch(
         share = min(1.0, max(ratio, 256 * batch / keys))
         tokens = record["tokens_per_verification"]
         reached = plain_us / record["us"]
-        limit = bound.speed_up(tokens, gamma, share) if gamma else 1.0
+        # Of the iterations that were timed: those after the first output's end are others.
+        limit = bound.speed_up(record["tokens_per_iteration"], gamma, share) if gamma else 1.0
         record |= {
             "floor_us": round(bound.plain_us, 1),
             "speed_up": round(reached, 3),

@@ -119,11 +119,11 @@ SHAPES = {
 class _NoMLP:
     """In the place of both of a layer's MLP matrices: the residual stays as it is."""
 
-    def of_norm(self, x: Tensor, norm: Tensor, eps: float, gated: bool = False) -> Tensor:
+    def of_norm(self, x: Tensor, norm: Tensor, eps: float, gated: bool = False, scaled: Any = None) -> Tensor:
         return x
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual
+    def then_norm(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, None]:
+        return residual, None
 
 
 class ReplayedModel(Qwen3Model):

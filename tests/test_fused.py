@@ -65,6 +65,27 @@ def test_small_tiles_where_a_block_has_little_memory(monkeypatch, kind):
     assert bytes_held < 99 << 10 and not tiles.held
 
 
+@pytest.mark.parametrize("rows", [0, 1, 16, 33])
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(("n_in", "n_between", "n_out"), [(256, 384, 50), (128, 256, 96)])
+def test_a_norm_between_two_layers(monkeypatch, n_in, n_between, n_out, fixed, rows):
+    """Its first half in the layer before it, its second half in the one behind it."""
+    monkeypatch.setattr(fused, "_WIDE", 200)
+    first, second = (
+        (rand(*shape, seed=i) * shape[1] ** -0.5).to(DEVICE, DTYPE)
+        for i, shape in enumerate(((n_between, n_in), (2 * n_out, n_between)), 1)
+    )
+    x, residual = rand(rows, n_in, seed=3).to(DEVICE, DTYPE), rand(rows, n_between, seed=4).to(DEVICE, DTYPE)
+    norm = (1 + 0.1 * rand(n_between, seed=5)).to(DEVICE, DTYPE)
+    between, scaled = fused.scaling_linear(x, first, residual.clone(), norm, fixed=fixed)
+    assert torch.equal(between, fused.linear(x, first, residual=residual.clone(), fixed=fixed))
+    torch.testing.assert_close(scaled.squares.sum(1), between.float().pow(2).sum(1), rtol=1e-5, atol=1e-5)
+    for gated in (False, True):
+        got = fused.linear(scaled, second, eps=EPS, gated=gated, fixed=fixed)
+        expected = fused.linear(between, second, norm=norm, eps=EPS, gated=gated, fixed=fixed)
+        torch.testing.assert_close(got, expected, rtol=0.01, atol=0.01)
+
+
 def test_a_row_does_not_depend_on_the_number_of_rows():
     x, weight = rand(130, 256).to(DEVICE, DTYPE), rand(96, 256, seed=1).to(DEVICE, DTYPE)
     norm = rand(256, seed=2).to(DEVICE, DTYPE)
@@ -144,9 +165,11 @@ CONFIG = Qwen3Config(
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("wide", [fused._WIDE, 100], ids=["norms inside", "norms between"])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_the_model_with_and_without_the_kernels(monkeypatch, batch_invariant):
+def test_the_model_with_and_without_the_kernels(monkeypatch, batch_invariant, wide):
     """Logits agree within bf16's rounding; batch-invariant ones do not depend on the number of rows."""
+    monkeypatch.setattr(fused, "_WIDE", wide)
     model = Qwen3Model.random(CONFIG, dtype=torch.bfloat16, device="cuda", batch_invariant=batch_invariant)
     assert model.batch_invariant or not batch_invariant
     ids = torch.arange(40, device="cuda")

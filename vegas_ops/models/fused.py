@@ -8,7 +8,7 @@ compiles them when they are first called; where it cannot run, `Linear` and torc
 All rows are computed alike whatever their number: a row's bits depend on the tile shape alone.
 """
 
-# mypy: disable-error-code="no-untyped-def, var-annotated, assignment"
+# mypy: disable-error-code="no-untyped-def, var-annotated, assignment, misc"
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def available(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and jit.works(x.device)
 
 
-def serves(rows: int | None, in_features: int) -> bool:
+def serves(rows: int | None, in_features: int, logits: bool = False) -> bool:
     """Whether so many rows are better off here than in a library's matrix product; None: whether any
-    number of rows can be computed."""
-    return in_features % BLOCK_IN == 0 and (rows or 0) <= (64 if in_features > _WIDE else 128)
+    number of rows can be computed; logits: of a result in fp32."""
+    most = 64 if in_features > _WIDE else 1024 if logits else 128
+    return in_features % BLOCK_IN == 0 and (rows or 0) <= most
 
 
 def rotates(head_dim: int) -> bool:
@@ -52,9 +53,12 @@ if triton is not None:
 
     @triton.jit
     def _finish(
-        sums, gated, squares, residual, out, m, n, rows, n_out, eps,
+        sums, gated, squares, residual, out, next_norm, scaled, next_squares, m, n, rows, n_out, eps,
         N_IN: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+        SCALES: tl.constexpr,
     ):  # fmt: skip
+        """NORM: squares (rows, any) sum up to those of the input; SCALES: the output, rounded, times a norm's
+        weights goes to `scaled`, and the tile's sum of its squares to `next_squares`."""
         if NORM:
             factor = tl.rsqrt(tl.sum(squares, 1) / N_IN + eps)[:, None]
             sums *= factor
@@ -64,23 +68,36 @@ if triton is not None:
         place, inside = m[:, None] * n_out + n[None, :], (m < rows)[:, None] & (n < n_out)[None, :]
         if RESIDUAL:
             sums += tl.load(residual + place, mask=inside).to(tl.float32)
-        tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+        rounded = sums.to(out.dtype.element_ty)
+        tl.store(out + place, rounded, mask=inside)
+        if SCALES:
+            wide = tl.where(inside, rounded.to(tl.float32), 0.0)
+            weights = tl.load(next_norm + n, mask=n < n_out, other=0.0).to(tl.float32)
+            tl.store(scaled + place, (wide * weights[None, :]).to(scaled.dtype.element_ty), mask=inside)
+            part = m * tl.num_programs(0) + tl.program_id(0)
+            tl.store(next_squares + part, tl.sum(wide * wide, 1), mask=m < rows)
 
     @triton.jit(do_not_specialize=["rows"])
     def _linear_kernel(
-        x, weight, norm, residual, out, rows, n_out, x_stride, eps,
-        N_IN: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr,
-        AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+        x, weight, norm, x_squares, residual, out, next_norm, scaled, next_squares, rows, n_out, parts,
+        x_stride, eps,
+        N_IN: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
+        RESIDUAL: tl.constexpr, SCALES: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHAINS: tl.constexpr,
+        HELD: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
         """HELD: all weights of a tile are loaded at once, before the launch before this one has ended;
-        otherwise step by step, the first AHEAD features into the L2 cache before that."""
+        otherwise step by step, the first AHEAD features into the L2 cache before that. CHAINS: sums that
+        take turns, since an MMA waits for the one before it into the same. PARTS: x is scaled by a norm's
+        weights already, and the sum of its squares is in `parts`, PARTS at most."""
         m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         row, column = (m < rows)[:, None], (n < n_out)[None, :]
-        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        gated = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        sums, gated = (), ()
+        for _ in tl.static_range(CHAINS):
+            sums += (tl.zeros((BLOCK_M, BLOCK_N), tl.float32),)
+            gated += (tl.zeros((BLOCK_M, BLOCK_N), tl.float32),)
         squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
         x_tile = x + m[:, None] * x_stride + k[None, :]
         w_tile = weight + n[None, :] * N_IN + k[:, None]
@@ -99,15 +116,20 @@ if triton is not None:
             rows_of_x = ()
             for step in tl.static_range(N_IN // BLOCK_K):
                 rows_of_x += (tl.load(x_tile + step * BLOCK_K, mask=row, other=0.0),)
-            for step in tl.static_range(N_IN // BLOCK_K):
-                a = rows_of_x[step]
-                if NORM:
-                    wide = a.to(tl.float32)
-                    squares += wide * wide
-                    a = (wide * held_norm[step]).to(a.dtype)
-                sums = tl.dot(a, held[step], sums)
+            for first in tl.static_range(0, N_IN // BLOCK_K, CHAINS):
+                next_sums, next_gated = (), ()
+                for chain in tl.static_range(CHAINS):
+                    a = rows_of_x[first + chain]
+                    if NORM:
+                        wide = a.to(tl.float32)
+                        squares += wide * wide
+                        a = (wide * held_norm[first + chain]).to(a.dtype)
+                    next_sums += (tl.dot(a, held[first + chain], sums[chain]),)
+                    if GATED:
+                        next_gated += (tl.dot(a, held_up[first + chain], gated[chain]),)
+                sums = next_sums
                 if GATED:
-                    gated = tl.dot(a, held_up[step], gated)
+                    gated = next_gated
         else:
             if DEPENDENT:
                 if AHEAD:
@@ -117,28 +139,46 @@ if triton is not None:
                     if GATED:
                         _prefetch(ahead + n_out * N_IN)
                 gdc_wait()
-            for start in range(0, N_IN, BLOCK_K):
-                a = tl.load(x_tile + start, mask=row, other=0.0)
-                w = tl.load(w_tile + start, mask=column, other=0.0)
-                if NORM:
-                    # The norm's factor of the whole row is known at the end, and is linear.
-                    wide = a.to(tl.float32)
-                    squares += wide * wide
-                    a = (wide * tl.load(norm + start + k).to(tl.float32)[None, :]).to(a.dtype)
-                sums = tl.dot(a, w, sums)
+            if PARTS:
+                part = tl.arange(0, PARTS)
+                place = x_squares + m[:, None] * parts + part[None, :]
+                squares = tl.load(place, mask=row & (part < parts)[None, :], other=0.0)
+            for start in range(0, N_IN, CHAINS * BLOCK_K):
+                next_sums, next_gated = (), ()
+                for chain in tl.static_range(CHAINS):
+                    step = start + chain * BLOCK_K
+                    a = tl.load(x_tile + step, mask=row, other=0.0)
+                    w = tl.load(w_tile + step, mask=column, other=0.0)
+                    if NORM:
+                        # The norm's factor of the whole row is known at the end, and is linear.
+                        wide = a.to(tl.float32)
+                        squares += wide * wide
+                        a = (wide * tl.load(norm + step + k).to(tl.float32)[None, :]).to(a.dtype)
+                    next_sums += (tl.dot(a, w, sums[chain]),)
+                    if GATED:
+                        up = tl.load(w_tile + n_out * N_IN + step, mask=column, other=0.0)
+                        next_gated += (tl.dot(a, up, gated[chain]),)
+                sums = next_sums
                 if GATED:
-                    up = tl.load(w_tile + n_out * N_IN + start, mask=column, other=0.0)
-                    gated = tl.dot(a, up, gated)
+                    gated = next_gated
             if DEPENDENT:
                 # Not before: the next launch's blocks would crowd on the multiprocessors that are free first.
                 gdc_launch_dependents()
-        _finish(sums, gated, squares, residual, out, m, n, rows, n_out, eps, N_IN, NORM, GATED, RESIDUAL)
+        total, total_gated = sums[0], gated[0]
+        for chain in tl.static_range(1, CHAINS):
+            total += sums[chain]
+            if GATED:
+                total_gated += gated[chain]
+        _finish(
+            total, total_gated, squares, residual, out, next_norm, scaled, next_squares, m, n, rows, n_out,
+            eps, N_IN, NORM or PARTS > 0, GATED, RESIDUAL, SCALES,
+        )  # fmt: skip
 
     @triton.jit(do_not_specialize=["rows"])
     def _qkv_kernel(
         x, weight, norm, head_norm, rope, positions, slots, out, k_cache, v_cache, rows, x_stride, eps,
         N_IN: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHAINS: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
         """One head of some rows: RMSNorm, the matrix product, QK-norm and RoPE; K and V into the cache."""
         head, pair = tl.program_id(0), tl.arange(0, DIM // 2)
@@ -163,25 +203,34 @@ if triton is not None:
         slot = tl.load(slots + m, mask=row, other=0)
         angle = rope + position[:, None] * DIM + 2 * pair[None, :]
         cosine, sine = tl.load(angle), tl.load(angle + 1)
-        sums = tl.zeros((BLOCK_M, DIM), tl.float32)
+        chains = ()
+        for _ in tl.static_range(CHAINS):
+            chains += (tl.zeros((BLOCK_M, DIM), tl.float32),)
         squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        for step in tl.static_range(N_IN // BLOCK_K):
-            wide = rows_of_x[step].to(tl.float32)
-            squares += wide * wide
-            sums = tl.dot((wide * held_norm[step]).to(rows_of_x[step].dtype), held[step], sums)
+        for first in tl.static_range(0, N_IN // BLOCK_K, CHAINS):
+            turned = ()
+            for chain in tl.static_range(CHAINS):
+                wide = rows_of_x[first + chain].to(tl.float32)
+                squares += wide * wide
+                a = (wide * held_norm[first + chain]).to(rows_of_x[first + chain].dtype)
+                turned += (tl.dot(a, held[first + chain], chains[chain]),)
+            chains = turned
+        sums = chains[0]
+        for chain in tl.static_range(1, CHAINS):
+            sums += chains[chain]
         sums *= tl.rsqrt(tl.sum(squares, 1) / N_IN + eps)[:, None]
         factor = tl.where(rotated, tl.rsqrt(tl.sum(sums * sums, 1) / DIM + eps), 1.0)
         even, odd = tl.split((sums * factor[:, None] * weights[None, :]).reshape(BLOCK_M, DIM // 2, 2))
         cosine, sine = tl.where(rotated, cosine, 1.0), tl.where(rotated, sine, 0.0)
-        turned = tl.interleave(even * cosine - odd * sine, even * sine + odd * cosine)
-        turned = turned.to(out.dtype.element_ty)
+        rotation = tl.interleave(even * cosine - odd * sine, even * sine + odd * cosine)
+        rotation = rotation.to(out.dtype.element_ty)
         place = m[:, None] * (Q_HEADS * DIM) + head * DIM + n[None, :]
-        tl.store(out + place, turned, mask=(row & (head < Q_HEADS))[:, None])
+        tl.store(out + place, rotation, mask=(row & (head < Q_HEADS))[:, None])
         kept = slot[:, None] * (KV_HEADS * DIM) + n[None, :]
         is_key = (head >= Q_HEADS) & rotated
-        tl.store(k_cache + kept + (head - Q_HEADS) * DIM, turned, mask=(row & is_key)[:, None])
+        tl.store(k_cache + kept + (head - Q_HEADS) * DIM, rotation, mask=(row & is_key)[:, None])
         value = kept + (head - Q_HEADS - KV_HEADS) * DIM
-        tl.store(v_cache + value, turned, mask=(row & (head >= Q_HEADS + KV_HEADS))[:, None])
+        tl.store(v_cache + value, rotation, mask=(row & (head >= Q_HEADS + KV_HEADS))[:, None])
 
     @triton.jit
     def _prefetch(pointers):
@@ -260,9 +309,17 @@ if triton is not None:
         tl.store(base + place, turned, mask=here[:, None])
 
 
+class Scaled(NamedTuple):
+    """Rows on their way through an RMSNorm: times its weights, (rows, features), and the sums of their
+    squares in parts, (rows, parts) fp32, from which follows what is left to multiply by."""
+
+    rows: Tensor
+    squares: Tensor
+
+
 class _Tiles(NamedTuple):
     """held: a tile's weights are loaded at once; else ahead: features of them that go into the L2 cache
-    before the launch before has ended."""
+    before the launch before has ended. chains: sums that take turns."""
 
     m: int
     n: int
@@ -271,6 +328,7 @@ class _Tiles(NamedTuple):
     stages: int
     held: bool = False
     ahead: int = 0
+    chains: int = 1
 
 
 def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
@@ -279,6 +337,8 @@ def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
     if n_in <= _WIDE:
         k = next(k for k in (256, BLOCK_IN) if n_in % k == 0)
         if rows > 16:
+            if rows > 128 and n_out > 4096:
+                return _Tiles(64, 128, 64, 8, 3)
             if n_out > 4096:
                 return _Tiles(64, 64, BLOCK_IN, 4, 4)
             m = 32 if n_in <= 512 or gated or n_out > 1024 else 64
@@ -293,6 +353,12 @@ def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
     if block_m == 16:
         return _Tiles(16, 32, BLOCK_IN, 4, 4) if gated else _Tiles(16, 32, BLOCK_IN, 4, 10, ahead=512)
     return _Tiles(32, 64, BLOCK_IN, 4, 4) if n_out * (1 + gated) > 8192 else _Tiles(32, 32, BLOCK_IN, 4, 6)
+
+
+def _head_tiles(rows: int, n_in: int) -> _Tiles:
+    """Of `rotated_heads`."""
+    k = next(k for k in (512, 256, BLOCK_IN) if n_in % k == 0)
+    return _Tiles(32 if rows > 16 else 16, 0, k, 8, 3, held=True)
 
 
 def _fitting(tiles: _Tiles, device: torch.device) -> _Tiles:
@@ -354,7 +420,7 @@ def gate(x: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Scaled,
     weight: Tensor,
     *,
     norm: Tensor | None = None,
@@ -366,25 +432,57 @@ def linear(
 ) -> Tensor:
     """`f(norm(x)) @ weight.T + residual` in one kernel, in fp32, rounded once.
 
-    x: (rows, in_features), rows contiguous; weight: (out_features, in_features); norm: (in_features,),
-    weight of an RMSNorm; gated: of weight's two halves, SiLU of the first times the second; residual
-    (rows, out_features) is overwritten and returned; dtype: of the result, default x's. fixed: the same
-    tiles for every number of rows. in_features must be a multiple of `BLOCK_IN`.
+    x: (rows, in_features), rows contiguous, or `Scaled`; weight: (out_features, in_features); norm:
+    (in_features,), weight of an RMSNorm; gated: of weight's two halves, SiLU of the first times the second;
+    residual (rows, out_features) is overwritten and returned; dtype: of the result, default x's. fixed: the
+    same tiles for every number of rows. in_features must be a multiple of `BLOCK_IN`.
     """
-    if norm is not None and x.shape[1] > _WIDE:
-        x, norm = _rms_norm(x, norm, eps), None  # in a long loop it would hold up the weights
+    if norm is not None and not isinstance(x, Scaled) and norms_apart(weight.shape[1]):
+        x, norm = _rms_norm(x, norm, eps), None
+    return _linear(x, weight, norm, eps, gated, residual, dtype, fixed, None)[0]
+
+
+def scaling_linear(
+    x: Tensor, weight: Tensor, residual: Tensor, next_norm: Tensor, fixed: bool = False
+) -> tuple[Tensor, Scaled]:
+    """`linear` with a residual, and the first half of the RMSNorm behind it with the weights next_norm."""
+    out, scaled = _linear(x, weight, None, 0.0, False, residual, None, fixed, next_norm)
+    assert scaled is not None
+    return out, scaled
+
+
+def norms_apart(features: int) -> bool:
+    """Whether RMSNorm of so many features is not a part of the matrix product behind it: in a long loop it
+    would hold up the weights."""
+    return features > _WIDE
+
+
+def _linear(
+    x: Tensor | Scaled, weight: Tensor, norm: Tensor | None, eps: float, gated: bool, residual: Tensor | None,
+    dtype: torch.dtype | None, fixed: bool, next_norm: Tensor | None,
+) -> tuple[Tensor, Scaled | None]:  # fmt: skip
+    x_squares, parts = None, 0
+    if isinstance(x, Scaled):
+        (x, x_squares), norm = x, None
+        parts = x_squares.shape[1]
     (rows, n_in), n_out = x.shape, weight.shape[0] // (2 if gated else 1)
     out = x.new_empty((rows, n_out), dtype=dtype) if residual is None else residual
     tiles = _fitting(_tiles(64 if fixed else rows, n_in, n_out, gated), x.device)
     grid = (triton.cdiv(n_out, tiles.n), triton.cdiv(rows, tiles.m))
+    scaled = None
+    if next_norm is not None:
+        squares = torch.empty((rows, grid[0]), dtype=torch.float32, device=x.device)
+        scaled = Scaled(torch.empty_like(out), squares)
     if rows:
         _linear_kernel[grid](
-            x, weight, norm, residual, out, rows, n_out, x.stride(0), eps,
-            N_IN=n_in, NORM=norm is not None, GATED=gated, RESIDUAL=residual is not None,
-            BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, HELD=tiles.held, AHEAD=tiles.ahead,
-            num_warps=tiles.warps, num_stages=tiles.stages, **jit.launch_options(x.device),
+            x, weight, norm, x_squares, residual, out, next_norm, *(scaled or (None, None)), rows, n_out,
+            parts, x.stride(0), eps,
+            N_IN=n_in, NORM=norm is not None, PARTS=triton.next_power_of_2(parts) if parts else 0,
+            GATED=gated, RESIDUAL=residual is not None, SCALES=scaled is not None,
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHAINS=tiles.chains, HELD=tiles.held,
+            AHEAD=tiles.ahead, num_warps=tiles.warps, num_stages=tiles.stages, **jit.launch_options(x.device),
         )  # fmt: skip
-    return out
+    return out, scaled
 
 
 def joins(in_features: int, head_dim: int, device: torch.device) -> bool:
@@ -404,14 +502,13 @@ def rotated_heads(
     kv_heads = heads - head_norm.shape[0]
     q_heads = heads - 2 * kv_heads
     out = x.new_empty((rows, q_heads, dim))
-    block_m = 32 if fixed or rows > 16 else 16
+    tiles = _head_tiles(64 if fixed else rows, n_in)
     if rows:
-        _qkv_kernel[(heads, triton.cdiv(rows, block_m))](
+        _qkv_kernel[(heads, triton.cdiv(rows, tiles.m))](
             x, weight, norm, head_norm, torch.view_as_real(rope), positions, target.slots, out, target.k,
             target.v, rows, x.stride(0), eps,
-            N_IN=n_in, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_M=block_m,
-            BLOCK_K=next(k for k in (512, 256, BLOCK_IN) if n_in % k == 0), num_warps=8,
-            **jit.launch_options(x.device),
+            N_IN=n_in, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_M=tiles.m, BLOCK_K=tiles.k,
+            CHAINS=tiles.chains, num_warps=tiles.warps, **jit.launch_options(x.device),
         )  # fmt: skip
     return out
 

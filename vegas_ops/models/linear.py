@@ -68,10 +68,13 @@ class Linear:
             return False
         return True
 
-    def _fused(self, x: torch.Tensor) -> bool:
+    def _fused(self, x: torch.Tensor, logits: bool = False) -> bool:
         if self.bias is not None or not fused.available(x):
             return False
-        return fused.serves(None if self.fixed_rows else x.shape[0], self.in_features)
+        return self._serves(x, self.in_features, logits)
+
+    def _serves(self, x: torch.Tensor, in_features: int, logits: bool = False) -> bool:
+        return fused.serves(None if self.fixed_rows else x.shape[0], in_features, logits)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: (rows, in_features) -> (rows, out_features); the result may lie in `residual`'s memory."""
@@ -93,11 +96,25 @@ class Linear:
             out = pointwise.binary(part, out, weight, None, "add")
         return out if residual is None else out + residual
 
-    def of_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float, gated: bool = False) -> torch.Tensor:
+    def then_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, fused.Scaled | None]:
+        """`self(x, residual)`; and, where it saves a launch, what `of_norm` of a layer behind it that has
+        the same `fixed_rows` takes for the RMSNorm with the weight `norm` (None: there is none)."""
+        apart = fused.norms_apart(self.out_features) and self._serves(x, self.out_features)
+        if norm is None or self._weight is None or not apart or not self._fused(x):
+            return self(x, residual), None
+        return fused.scaling_linear(x, self._weight, residual, norm, fixed=self.fixed_rows)
+
+    def of_norm(
+        self, x: torch.Tensor, norm: torch.Tensor, eps: float, gated: bool = False,
+        scaled: fused.Scaled | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The layer over RMSNorm(x) with the weight `norm`; gated: SiLU of the first half of its output
-        features times the second half."""
+        features times the second half; scaled: of x, if `then_norm` gave it."""
         if self._weight is not None and self._fused(x):
-            return fused.linear(x, self._weight, norm=norm, eps=eps, gated=gated, fixed=self.fixed_rows)
+            rows = x if scaled is None else scaled
+            return fused.linear(rows, self._weight, norm=norm, eps=eps, gated=gated, fixed=self.fixed_rows)
         out = self(fused.rms_norm(x, norm, eps))
         return fused.gate(out) if gated else out
 
@@ -117,7 +134,7 @@ class Linear:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output in fp32, where the machine allows it without a rounding in between."""
-        if self._weight is not None and self._fused(x):
+        if self._weight is not None and self._fused(x, logits=True):
             return fused.linear(x, self._weight, dtype=torch.float32, fixed=self.fixed_rows)
         return self(x).float()
 

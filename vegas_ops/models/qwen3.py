@@ -200,13 +200,15 @@ class Qwen3Model:
         target = getattr(attend, "target", None) if whole else None
         rope = None if whole else self._rope[positions].unsqueeze(1)
         # Few views: on small models the cost of a decoding step is calls.
+        scaled: fused.Scaled | None = None
+        following = [layer.input_norm for layer in self._layers[1:]] + [None]
         for index, layer in enumerate(self._layers):
             place = None if target is None else target(index)
             k: torch.Tensor | None = None
             v: torch.Tensor | None = None
             q = layer.qkv.rotated(x, layer.input_norm, eps, layer.qk_norm, self._rope, positions, place)
             if q is None:
-                qkv = layer.qkv.of_norm(x, layer.input_norm, eps).view(heads_shape)
+                qkv = layer.qkv.of_norm(x, layer.input_norm, eps, scaled=scaled).view(heads_shape)
             if q is None and rope is None:
                 fused.rotate(qkv, layer.qk_norm, self._rope, positions, eps, place)
                 q, k, v = qkv.tensor_split((q_heads, qk_heads), 1)
@@ -218,8 +220,9 @@ class Qwen3Model:
                 qk = torch.rms_norm(qk, (head_dim,), None, eps) * layer.qk_norm
                 pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rope
                 q, k = torch.view_as_real(pairs).flatten(-2).to(x.dtype).tensor_split((q_heads,), 1)
-            x = layer.attention_out(attend(index, q, k, v).flatten(1), x)
-            x = layer.down(layer.gate_up.of_norm(x, layer.mlp_norm, eps, gated=True), x)
+            x, scaled = layer.attention_out.then_norm(attend(index, q, k, v).flatten(1), x, layer.mlp_norm)
+            inner = layer.gate_up.of_norm(x, layer.mlp_norm, eps, gated=True, scaled=scaled)
+            x, scaled = layer.down.then_norm(inner, x, following[index])
         return fused.rms_norm(x, self._norm, eps)
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ few integers; for a small model they take as long as its layers. The operators i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -106,6 +106,32 @@ if triton is not None:
         tl.store(tokens + out, token, mask=inside)
 
     @triton.jit
+    def best_of(row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+        """The best logit, the first token that has it, and whether any logit is NaN."""
+        i = tl.arange(0, BLOCK)
+        best, place = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
+        odd = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, VOCAB, BLOCK):
+            x = tl.load(row + start + i, mask=start + i < VOCAB, other=float("-inf"))
+            odd |= (x != x).to(tl.int32)
+            place = tl.where(x > best, start + i, place)
+            best = tl.where(x > best, x, best)
+        top = tl.max(best, 0)
+        return top, tl.min(tl.where(best == top, place, VOCAB - 1), 0), tl.max(odd, 0) > 0
+
+    @triton.jit
+    def _best_kernel(
+        logits, top, choice, VOCAB: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    ):  # fmt: skip
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
+        row = tl.program_id(0).to(tl.int64)
+        best, token, odd = best_of(logits + row * VOCAB, VOCAB, BLOCK)
+        tl.store(top + row, tl.where(odd, float("nan"), best))
+        tl.store(choice + row, token.to(tl.int64))
+
+    @triton.jit
     def _choose_kernel(
         logits, values, table, tokens, batch, width, step,
         DRAFTS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -114,13 +140,9 @@ if triton is not None:
         if DEPENDENT:
             gdc_launch_dependents()
             gdc_wait()
-        row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-        best, place = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, VOCAB, BLOCK):
-            x = tl.load(logits + row * VOCAB + start + i, mask=start + i < VOCAB, other=float("-inf"))
-            place = tl.where(x > best, start + i, place)
-            best = tl.where(x > best, x, best)
-        token = tl.min(tl.where(best == tl.max(best, 0), place, VOCAB - 1), 0).to(tl.int64)
+        row = tl.program_id(0).to(tl.int64)
+        _best, place, _odd = best_of(logits + row * VOCAB, VOCAB, BLOCK)
+        token = place.to(tl.int64)
         tl.store(tokens + row, token)
         active = step < tl.load(values + DRAFTS * batch + row)
         # A prompt's last tokens stay.
@@ -245,9 +267,14 @@ def choose(round: Round, logits: Tensor, tokens: Tensor, step: int, fields: dict
     batch, vocab = logits.shape
     _choose_kernel[(batch,)](
         logits, round.values, round.table, tokens, batch, round.table.shape[1], step,
-        DRAFTS=fields["num_drafts"], VOCAB=vocab, BLOCK=min(triton.next_power_of_2(vocab), 32_768),
-        num_warps=16 if vocab <= 8192 else 32, **jit.launch_options(logits.device),
+        DRAFTS=fields["num_drafts"], **_whole_rows(vocab, logits.device),
     )  # fmt: skip
+
+
+def _whole_rows(vocab: int, device: torch.device) -> dict[str, Any]:
+    """Options of a kernel whose programs look at a row of logits each."""
+    block, warps = min(triton.next_power_of_2(vocab), 32_768), 16 if vocab <= 8192 else 32
+    return {"VOCAB": vocab, "BLOCK": block, "num_warps": warps, **jit.launch_options(device)}
 
 
 def place_verify_rows(round: Round, group: Group, fields: dict[str, int], copied: int) -> None:
@@ -265,8 +292,11 @@ def place_verify_rows(round: Round, group: Group, fields: dict[str, int], copied
 
 
 def accept(round: Round, logits: Tensor, fields: dict[str, int]) -> None:
-    """Greedy acceptance of the packed rows' logits into `round.result`."""
-    top, choice = logits.max(-1)
+    """Greedy acceptance of the packed rows' logits, (rows, vocab_size) fp32, into `round.result`."""
+    (rows, vocab), device = logits.shape, logits.device
+    top = torch.empty(rows, device=device)
+    choice = torch.empty(rows, dtype=torch.int64, device=device)
+    _best_kernel[(rows,)](logits, top, choice, **_whole_rows(vocab, device))
     _accept_kernel[(len(round.table),)](
         round.values, round.table, top, choice, round.rows.last, round.result, len(round.table),
         round.shape.steps, round.table.shape[1],

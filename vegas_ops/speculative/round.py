@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vegas_ops.speculative import bookkeeping
+from vegas_ops.speculative import bookkeeping, sampling_kernels
 from vegas_ops.speculative.acceptance import Accepted, accept_greedy, accept_sampled
 from vegas_ops.speculative.attention import DraftContext, Group, VerifyContext
 from vegas_ops.speculative.kv_cache import CacheSequence, PagedKVCache, to_device
@@ -361,7 +361,6 @@ class Round:
         if self.kernels:
             placed = bookkeeping.place_draft_rows(self, FIELDS, INT32_FIELDS)
             positions, slots, self.draft_keys, tokens = placed
-            tokens = tokens if self.shape.greedy else None
         else:
             positions, slots = self._place_draft_rows(step, inactive)
         for i in range(self.shape.steps):
@@ -372,7 +371,8 @@ class Round:
             places = [(row, row, i) for row in self.processed if i < self.drafts[row]]
             logits = self._process(self.model.compute_logits(hidden), places)
             if tokens is not None:
-                bookkeeping.choose(self, logits, tokens[i + 1], i, FIELDS)
+                choose = bookkeeping.choose if self.shape.greedy else sampling_kernels.draft
+                choose(self, logits, tokens[i + 1], i, FIELDS)
                 continue
             token = self._draw_draft(logits, i)
             # A prompt's last tokens stay.
@@ -418,8 +418,9 @@ class Round:
                 (end[i] - self.drafts[i] + j, i, j) for i in self.processed for j in range(self.drafts[i] + 1)
             ]
             logits = self._process(logits, places)
-        if self.kernels and self.shape.greedy:
-            bookkeeping.accept(self, logits, FIELDS)
+        if self.kernels:
+            accept = bookkeeping.accept if self.shape.greedy else sampling_kernels.accept
+            accept(self, logits, FIELDS)
             return
         accepted = self._accept(logits, rows.last)
         result = [accepted.num_accepted[:, None], accepted.failed[:, None], accepted.tokens]
