@@ -61,10 +61,13 @@ if triton is not None:
         return y, tl.where(i < VOCAB, y.to(tl.int32, bitcast=True), _INF + 1)
 
     @triton.jit
-    def _up_to(row, top, temperature, limit, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-        """Number and weight of the tokens whose bits are at most `limit`."""
-        count, mass = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, VOCAB, BLOCK):
+    def _up_to(
+        row, top, temperature, first_bits, first_weights, limit, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+    ):  # fmt: skip
+        """Number and weight of the tokens whose bits are at most `limit`; first_*: of the first of them."""
+        count = (first_bits <= limit).to(tl.int32)
+        mass = tl.where(first_bits <= limit, first_weights, 0.0)
+        for start in range(BLOCK, VOCAB, BLOCK):
             y, bits = _distances(row, start, top, temperature, VOCAB, BLOCK)
             count += (bits <= limit).to(tl.int32)
             mass += tl.where(bits <= limit, tl.exp(-y), 0.0)
@@ -74,18 +77,20 @@ if triton is not None:
     def _threshold(row, top, temperature, top_k, top_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
         """(bits, ties): tokens of less bits pass top-k and top-p, and the first `ties` of as many."""
         limit, ties = tl.full((), _INF, tl.int32), tl.full((), _MANY, tl.int32)
-        _count, whole = _up_to(row, top, temperature, limit, VOCAB, BLOCK)
+        y, bits = _distances(row, 0, top, temperature, VOCAB, BLOCK)
+        weights = tl.exp(-y)
+        _count, whole = _up_to(row, top, temperature, bits, weights, limit, VOCAB, BLOCK)
         if top_k > 0:
             low, high = tl.full((), 0, tl.int32), tl.full((), _INF, tl.int32)
             while low < high:
                 middle = low + (high - low) // 2
-                count, mass = _up_to(row, top, temperature, middle, VOCAB, BLOCK)
+                count, mass = _up_to(row, top, temperature, bits, weights, middle, VOCAB, BLOCK)
                 enough = count >= top_k
                 high = tl.where(enough, middle, high)
                 low = tl.where(enough, low, middle + 1)
             limit = low
-            count, mass = _up_to(row, top, temperature, limit - 1, VOCAB, BLOCK)
-            equal, _mass = _up_to(row, top, temperature, limit, VOCAB, BLOCK)
+            count, mass = _up_to(row, top, temperature, bits, weights, limit - 1, VOCAB, BLOCK)
+            equal, _mass = _up_to(row, top, temperature, bits, weights, limit, VOCAB, BLOCK)
             ties = tl.minimum(top_k - count, equal - count).to(tl.int32)
             whole = mass + ties * tl.exp(-limit.to(tl.float32, bitcast=True))
         if top_p < 1:
@@ -93,11 +98,11 @@ if triton is not None:
             low, high = tl.full((), 0, tl.int32), limit
             while low < high:
                 middle = low + (high - low) // 2
-                count, mass = _up_to(row, top, temperature, middle, VOCAB, BLOCK)
+                count, mass = _up_to(row, top, temperature, bits, weights, middle, VOCAB, BLOCK)
                 enough = mass >= wanted
                 high = tl.where(enough, middle, high)
                 low = tl.where(enough, low, middle + 1)
-            count, mass = _up_to(row, top, temperature, low - 1, VOCAB, BLOCK)
+            count, mass = _up_to(row, top, temperature, bits, weights, low - 1, VOCAB, BLOCK)
             each = tl.exp(-low.to(tl.float32, bitcast=True))
             # Where each is next to nothing, any number of them is.
             more = tl.minimum((wanted - mass) / tl.maximum(each, 1e-38), 1e9)
