@@ -84,7 +84,7 @@ if triton is not None:
         N_IN: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
         RESIDUAL: tl.constexpr, SCALES: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHAINS: tl.constexpr,
-        HELD: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+        HELD: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
         """HELD: all weights of a tile are loaded at once, before the launch before this one has ended;
         otherwise step by step, the first AHEAD features into the L2 cache before that. CHAINS: sums that
@@ -102,7 +102,7 @@ if triton is not None:
         x_tile = x + m[:, None] * x_stride + k[None, :]
         w_tile = weight + n[None, :] * N_IN + k[:, None]
         if HELD:
-            if DEPENDENT:
+            if DEPENDENT and EARLY:
                 gdc_launch_dependents()
             held, held_up, held_norm = (), (), ()
             for step in tl.static_range(N_IN // BLOCK_K):
@@ -113,6 +113,8 @@ if triton is not None:
                     held_norm += (tl.load(norm + step * BLOCK_K + k).to(tl.float32)[None, :],)
             if DEPENDENT:
                 gdc_wait()
+                if not EARLY:
+                    gdc_launch_dependents()
             rows_of_x = ()
             for step in tl.static_range(N_IN // BLOCK_K):
                 rows_of_x += (tl.load(x_tile + step * BLOCK_K, mask=row, other=0.0),)
@@ -178,14 +180,15 @@ if triton is not None:
     def _qkv_kernel(
         x, weight, norm, head_norm, rope, positions, slots, out, k_cache, v_cache, rows, x_stride, eps,
         N_IN: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHAINS: tl.constexpr, DEPENDENT: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHAINS: tl.constexpr, EARLY: tl.constexpr,
+        DEPENDENT: tl.constexpr,
     ):  # fmt: skip
         """One head of some rows: RMSNorm, the matrix product, QK-norm and RoPE; K and V into the cache."""
         head, pair = tl.program_id(0), tl.arange(0, DIM // 2)
         m, n = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, DIM)
         k = tl.arange(0, BLOCK_K)
         row = m < rows
-        if DEPENDENT:
+        if DEPENDENT and EARLY:
             gdc_launch_dependents()
         held, held_norm = (), ()
         for step in tl.static_range(N_IN // BLOCK_K):
@@ -195,6 +198,8 @@ if triton is not None:
         weights = tl.load(head_norm + head * DIM + n, mask=(n < DIM) & rotated, other=1.0)
         if DEPENDENT:
             gdc_wait()
+            if not EARLY:
+                gdc_launch_dependents()
         rows_of_x = ()
         for step in tl.static_range(N_IN // BLOCK_K):
             place = x + m[:, None] * x_stride + step * BLOCK_K + k[None, :]
@@ -329,6 +334,7 @@ class _Tiles(NamedTuple):
     held: bool = False
     ahead: int = 0
     chains: int = 1
+    early: bool = True
 
 
 def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
@@ -480,7 +486,8 @@ def _linear(
             N_IN=n_in, NORM=norm is not None, PARTS=triton.next_power_of_2(parts) if parts else 0,
             GATED=gated, RESIDUAL=residual is not None, SCALES=scaled is not None,
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHAINS=tiles.chains, HELD=tiles.held,
-            AHEAD=tiles.ahead, num_warps=tiles.warps, num_stages=tiles.stages, **jit.launch_options(x.device),
+            AHEAD=tiles.ahead, EARLY=tiles.early, num_warps=tiles.warps, num_stages=tiles.stages,
+            **jit.launch_options(x.device),
         )  # fmt: skip
     return out, scaled
 
@@ -508,7 +515,7 @@ def rotated_heads(
             x, weight, norm, head_norm, torch.view_as_real(rope), positions, target.slots, out, target.k,
             target.v, rows, x.stride(0), eps,
             N_IN=n_in, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_M=tiles.m, BLOCK_K=tiles.k,
-            CHAINS=tiles.chains, num_warps=tiles.warps, **jit.launch_options(x.device),
+            CHAINS=tiles.chains, EARLY=tiles.early, num_warps=tiles.warps, **jit.launch_options(x.device),
         )  # fmt: skip
     return out
 

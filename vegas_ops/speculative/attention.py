@@ -134,6 +134,11 @@ class Group:
         self.cu_seqlens_q = torch.zeros(size + 1, dtype=torch.int32, device=device)
         self.stacked_sinks = _stacked_sinks(self.model, list(self.place))
         self.verified: Verified | None = None
+        # A request's part of the buffers: views cost the host more than what it does with them.
+        self._parts: list[tuple[Tensor, Tensor, Tensor | None]] = [
+            (self.indices[:, i], self.length[:, i], None if self.guide_lse is None else self.guide_lse[:, i])
+            for i in range(size)
+        ]
 
     # Of the round, as seen by this group
 
@@ -350,8 +355,10 @@ class Group:
 
     def selection(self, row: int, budget: int, tail_start: int) -> Selection:
         """Request `row`'s selection, as views."""
-        guide = None if self.guide_lse is None else self.guide_lse[:, row]
-        return Selection(self.indices[:, row, ..., :budget], self.length[:, row], budget, tail_start, guide)
+        indices, length, guide = self._parts[row]
+        return Selection(
+            indices.narrow(-1, 0, min(budget, indices.shape[-1])), length, budget, tail_start, guide
+        )
 
     def adopt(self, row: int, selection: Selection) -> None:
         """Copies a selection that lies elsewhere into row `row`."""

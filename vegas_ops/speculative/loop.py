@@ -113,6 +113,7 @@ class SpeculativeDecoder:
         self._ahead: Round | None = None  # drafts, or plainly verifies, while the host reads
         self._pages_ahead = False  # there are pages for that
         self._windows = [layer.window for layer in layer_attention(model)]
+        self._layer_bytes = cache.bytes_per_token // model.num_layers
         self._selects = bool(selecting_layers(model))
         self._unread = Unread(self)
         self.waiting: list[Request] = []
@@ -265,7 +266,7 @@ class SpeculativeDecoder:
         self._share_time(drafts, draft, verify + followed - read, selected - verified)
         emitted = [(q, self._commit(q, drafts[q], reads[q], *lines[q])) for q in requests]
         for request in requests:
-            self._roll_back(request, drafts[request])
+            self._roll_back(request)
         return emitted
 
     def _load(
@@ -415,22 +416,23 @@ class SpeculativeDecoder:
             done = len(request.tokens) - len(request.prompt)
             emitted = list(request.forced_tokens[done : done + count + 1])
         reason: FinishReason | None = "error" if failed else None
-        new: list[int] = []
-        for token in emitted:
-            request.tokens.append(token)
-            new.append(token)
-            if request.stops():
-                reason = "stop"
-                break
+        new = emitted
+        if not request.stop_token_ids and not request.stop_sequences:
+            request.tokens += emitted
+        else:
+            for i, token in enumerate(emitted, 1):
+                request.tokens.append(token)
+                if request.stops():
+                    reason, new = "stop", emitted[:i]
+                    break
         if reason is None and len(request.tokens) >= request.max_length(self.max_position):
             reason = "length"
         statistics = request.statistics
         if not prompt_pass:
             statistics.count(drafts, count, len(new))
             request.draft_rate = update_rate(request.draft_rate, drafts, count)
-            layer_bytes = self.cache.bytes_per_token // self.model.num_layers
-            statistics.draft_bytes += reads[0] * layer_bytes
-            statistics.verify_bytes += reads[1] * layer_bytes
+            statistics.draft_bytes += reads[0] * self._layer_bytes
+            statistics.verify_bytes += reads[1] * self._layer_bytes
         if reason is None and statistics.iterations == request.max_iterations:
             reason = "iterations"
         if reason is not None:
@@ -440,12 +442,19 @@ class SpeculativeDecoder:
 
     # Pages
 
-    def _roll_back(self, request: Request, drafts: int) -> None:
-        """Gives back the pages beyond a running request's text."""
+    def _roll_back(self, request: Request) -> None:
+        """Gives back the pages beyond a running request's text and, where one goes ahead, its next rounds."""
         if request.sequence is not None:
-            # Going ahead, plain decoding already writes the pending token's K and V.
-            known = len(request.tokens)
-            self.cache.truncate(request.sequence, known - 1, known if self._ahead and not drafts else None)
+            kept = None
+            if self._ahead:
+                has = len(request.sequence.pages) * self.cache.page_size
+                kept = min(self._wanted_ahead(request), has)
+            self.cache.truncate(request.sequence, len(request.tokens) - 1, kept)
+
+    def _wanted_ahead(self, request: Request) -> int:
+        """Tokens that a request needs pages for in the next round and the one behind it."""
+        most = len(request.tokens) + request.num_drafts(self.max_position) + 1 + request.most_drafts
+        return min(most, request.max_length(self.max_position))
 
     def _admit(self) -> None:
         """Computes the prompts of waiting requests, as long as there are pages."""
@@ -455,8 +464,10 @@ class SpeculativeDecoder:
             source, shared = request.share_prefix_with, 0
             if source is not None and source.sequence is not None:
                 known = min(source.sequence.length, len(request.tokens) - 1)
-                pairs = zip(request.tokens[:known], source.tokens, strict=False)
-                shared = next((i for i, (a, b) in enumerate(pairs) if a != b), known)
+                ours, theirs = request.tokens[:known], source.tokens[:known]
+                shared = known
+                if ours != theirs:
+                    shared = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
                 sequence = self.cache.share_prefix(source.sequence, shared)
             else:
                 sequence = self.cache.new_sequence()
@@ -503,16 +514,19 @@ class SpeculativeDecoder:
                     self.cache.reserve(request.sequence, len(request.tokens) + drafts)
                     break
                 except OutOfPages as error:
-                    if len(self.running) == 1:
+                    if self._ahead:
+                        self._ahead = None
+                        for other in self.running:
+                            self._roll_back(other)
+                    elif len(self.running) == 1:
                         self._finish(request, "error", f"the cache is too small: {error}")
                     else:
                         self.preempt(self.running[-1])
         self._pages_ahead = self.fixed_shapes and not self.profile
         for request in self.running if self._pages_ahead else ():
             assert request.sequence is not None
-            most = len(request.tokens) + request.num_drafts(self.max_position) + 1 + request.most_drafts
             try:
-                self.cache.reserve(request.sequence, min(most, request.max_length(self.max_position)))
+                self.cache.reserve(request.sequence, self._wanted_ahead(request))
             except OutOfPages:
                 self._pages_ahead = False
         return list(self.running)

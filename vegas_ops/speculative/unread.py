@@ -151,12 +151,10 @@ class Unread:
         forward, self._read_at = (now - self._read_at) / (block.turns * (r.shape.steps + 1)), now
         emitted: dict[Request, list[int]] = {q: [] for q in block.requests if not q.finished}
         row_of = {request: i for i, request in enumerate(r.requests) if request is not None}
-        drafts: dict[Request, int] = {}
         most = dict(zip(block.requests, block.drafts, strict=True))  # the decoder may want others by now
         for lines in log:
             running = [request for request in emitted if not request.finished]
             now_drafted = {q: q.num_drafts(decoder.max_position, most[q]) for q in running}
-            drafts |= now_drafted
             decoder._share_time(now_drafted, r.shape.steps * forward, forward, 0.0)
             for request, n in now_drafted.items():
                 reads = decoder._reads(request, n)
@@ -166,7 +164,7 @@ class Unread:
             if request.sequence is None:
                 r.empty_row(row_of[request])
             elif last:
-                decoder._roll_back(request, drafts[request])
+                decoder._roll_back(request)
             else:
                 request.sequence.length = len(request.tokens) - 1
         return list(emitted.items())
