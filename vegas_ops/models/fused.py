@@ -84,7 +84,7 @@ if triton is not None:
         N_IN: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
         RESIDUAL: tl.constexpr, SCALES: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHAINS: tl.constexpr,
-        HELD: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
+        HELD: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
         """HELD: all weights of a tile are loaded at once, before the launch before this one has ended;
         otherwise step by step, the first AHEAD features into the L2 cache before that. CHAINS: sums that
@@ -102,7 +102,7 @@ if triton is not None:
         x_tile = x + m[:, None] * x_stride + k[None, :]
         w_tile = weight + n[None, :] * N_IN + k[:, None]
         if HELD:
-            if DEPENDENT and EARLY:
+            if DEPENDENT:
                 gdc_launch_dependents()
             held, held_up, held_norm = (), (), ()
             for step in tl.static_range(N_IN // BLOCK_K):
@@ -113,8 +113,6 @@ if triton is not None:
                     held_norm += (tl.load(norm + step * BLOCK_K + k).to(tl.float32)[None, :],)
             if DEPENDENT:
                 gdc_wait()
-                if not EARLY:
-                    gdc_launch_dependents()
             rows_of_x = ()
             for step in tl.static_range(N_IN // BLOCK_K):
                 rows_of_x += (tl.load(x_tile + step * BLOCK_K, mask=row, other=0.0),)
@@ -180,15 +178,14 @@ if triton is not None:
     def _qkv_kernel(
         x, weight, norm, head_norm, rope, positions, slots, out, k_cache, v_cache, rows, x_stride, eps,
         N_IN: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHAINS: tl.constexpr, EARLY: tl.constexpr,
-        DEPENDENT: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
         """One head of some rows: RMSNorm, the matrix product, QK-norm and RoPE; K and V into the cache."""
         head, pair = tl.program_id(0), tl.arange(0, DIM // 2)
         m, n = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, DIM)
         k = tl.arange(0, BLOCK_K)
         row = m < rows
-        if DEPENDENT and EARLY:
+        if DEPENDENT:
             gdc_launch_dependents()
         held, held_norm = (), ()
         for step in tl.static_range(N_IN // BLOCK_K):
@@ -198,8 +195,6 @@ if triton is not None:
         weights = tl.load(head_norm + head * DIM + n, mask=(n < DIM) & rotated, other=1.0)
         if DEPENDENT:
             gdc_wait()
-            if not EARLY:
-                gdc_launch_dependents()
         rows_of_x = ()
         for step in tl.static_range(N_IN // BLOCK_K):
             place = x + m[:, None] * x_stride + step * BLOCK_K + k[None, :]
@@ -208,34 +203,25 @@ if triton is not None:
         slot = tl.load(slots + m, mask=row, other=0)
         angle = rope + position[:, None] * DIM + 2 * pair[None, :]
         cosine, sine = tl.load(angle), tl.load(angle + 1)
-        chains = ()
-        for _ in tl.static_range(CHAINS):
-            chains += (tl.zeros((BLOCK_M, DIM), tl.float32),)
+        sums = tl.zeros((BLOCK_M, DIM), tl.float32)
         squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-        for first in tl.static_range(0, N_IN // BLOCK_K, CHAINS):
-            turned = ()
-            for chain in tl.static_range(CHAINS):
-                wide = rows_of_x[first + chain].to(tl.float32)
-                squares += wide * wide
-                a = (wide * held_norm[first + chain]).to(rows_of_x[first + chain].dtype)
-                turned += (tl.dot(a, held[first + chain], chains[chain]),)
-            chains = turned
-        sums = chains[0]
-        for chain in tl.static_range(1, CHAINS):
-            sums += chains[chain]
+        for step in tl.static_range(N_IN // BLOCK_K):
+            wide = rows_of_x[step].to(tl.float32)
+            squares += wide * wide
+            sums = tl.dot((wide * held_norm[step]).to(rows_of_x[step].dtype), held[step], sums)
         sums *= tl.rsqrt(tl.sum(squares, 1) / N_IN + eps)[:, None]
         factor = tl.where(rotated, tl.rsqrt(tl.sum(sums * sums, 1) / DIM + eps), 1.0)
         even, odd = tl.split((sums * factor[:, None] * weights[None, :]).reshape(BLOCK_M, DIM // 2, 2))
         cosine, sine = tl.where(rotated, cosine, 1.0), tl.where(rotated, sine, 0.0)
-        rotation = tl.interleave(even * cosine - odd * sine, even * sine + odd * cosine)
-        rotation = rotation.to(out.dtype.element_ty)
+        turned = tl.interleave(even * cosine - odd * sine, even * sine + odd * cosine)
+        turned = turned.to(out.dtype.element_ty)
         place = m[:, None] * (Q_HEADS * DIM) + head * DIM + n[None, :]
-        tl.store(out + place, rotation, mask=(row & (head < Q_HEADS))[:, None])
+        tl.store(out + place, turned, mask=(row & (head < Q_HEADS))[:, None])
         kept = slot[:, None] * (KV_HEADS * DIM) + n[None, :]
         is_key = (head >= Q_HEADS) & rotated
-        tl.store(k_cache + kept + (head - Q_HEADS) * DIM, rotation, mask=(row & is_key)[:, None])
+        tl.store(k_cache + kept + (head - Q_HEADS) * DIM, turned, mask=(row & is_key)[:, None])
         value = kept + (head - Q_HEADS - KV_HEADS) * DIM
-        tl.store(v_cache + value, rotation, mask=(row & (head >= Q_HEADS + KV_HEADS))[:, None])
+        tl.store(v_cache + value, turned, mask=(row & (head >= Q_HEADS + KV_HEADS))[:, None])
 
     @triton.jit
     def _prefetch(pointers):
@@ -334,7 +320,6 @@ class _Tiles(NamedTuple):
     held: bool = False
     ahead: int = 0
     chains: int = 1
-    early: bool = True
 
 
 def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
@@ -347,6 +332,10 @@ def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
                 return _Tiles(64, 128, 64, 8, 3)
             if n_out > 4096:
                 return _Tiles(64, 64, BLOCK_IN, 4, 4)
+            if rows <= 64 and n_in <= 1280 and 2 * n_in * (16 + 32 * (1 + gated)) <= _HELD:
+                if gated and n_in % 512 == 0:
+                    return _Tiles(16, 32, BLOCK_IN, 4, 3, held=True, chains=4)
+                return _Tiles(16, 32, 512 if n_in % 512 == 0 else k, 4, 3, held=True)
             m = 32 if n_in <= 512 or gated or n_out > 1024 else 64
             return _Tiles(m, 32, k, 4, 3, held=n_in <= 512)
         n = 64 if n_out > 4096 else 32
@@ -364,7 +353,7 @@ def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
 def _head_tiles(rows: int, n_in: int) -> _Tiles:
     """Of `rotated_heads`."""
     k = next(k for k in (512, 256, BLOCK_IN) if n_in % k == 0)
-    return _Tiles(32 if rows > 16 else 16, 0, k, 8, 3, held=True)
+    return _Tiles(16, 0, k, 4 if rows > 16 else 8, 3, held=True)
 
 
 def _fitting(tiles: _Tiles, device: torch.device) -> _Tiles:
@@ -486,8 +475,7 @@ def _linear(
             N_IN=n_in, NORM=norm is not None, PARTS=triton.next_power_of_2(parts) if parts else 0,
             GATED=gated, RESIDUAL=residual is not None, SCALES=scaled is not None,
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHAINS=tiles.chains, HELD=tiles.held,
-            AHEAD=tiles.ahead, EARLY=tiles.early, num_warps=tiles.warps, num_stages=tiles.stages,
-            **jit.launch_options(x.device),
+            AHEAD=tiles.ahead, num_warps=tiles.warps, num_stages=tiles.stages, **jit.launch_options(x.device),
         )  # fmt: skip
     return out, scaled
 
@@ -515,7 +503,7 @@ def rotated_heads(
             x, weight, norm, head_norm, torch.view_as_real(rope), positions, target.slots, out, target.k,
             target.v, rows, x.stride(0), eps,
             N_IN=n_in, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_M=tiles.m, BLOCK_K=tiles.k,
-            CHAINS=tiles.chains, EARLY=tiles.early, num_warps=tiles.warps, **jit.launch_options(x.device),
+            num_warps=tiles.warps, **jit.launch_options(x.device),
         )  # fmt: skip
     return out
 
