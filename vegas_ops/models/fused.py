@@ -346,7 +346,13 @@ def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
     if block_m > 32 or n_out > 1 << 16:
         return _Tiles(block_m, 64, BLOCK_IN, 4, 4)
     if block_m == 16:
-        return _Tiles(16, 32, BLOCK_IN, 4, 4) if gated else _Tiles(16, 32, BLOCK_IN, 4, 10, ahead=512)
+        if gated:
+            return _Tiles(16, 32, BLOCK_IN, 4, 4)
+        if n_in % 256:
+            return _Tiles(16, 32, BLOCK_IN, 4, 10, ahead=512)
+        if n_in > 8192:
+            return _Tiles(16, 32, 64, 4, 6, ahead=512, chains=4)
+        return _Tiles(16, 32, BLOCK_IN, 4, 4, ahead=256, chains=2)
     return _Tiles(32, 64, BLOCK_IN, 4, 4) if n_out * (1 + gated) > 8192 else _Tiles(32, 32, BLOCK_IN, 4, 6)
 
 
