@@ -274,6 +274,15 @@ def test_too_few_pages_make_requests_wait_not_differ(model, plain):
     assert preempted
 
 
+@pytest.mark.parametrize("num_tokens", range(176, 260, 12))
+def test_pages_kept_for_rounds_that_go_ahead_are_given_up_first(model, plain, num_tokens):
+    requests = [Request(p, gamma=6, max_new_tokens=40, **SMALL) for p in PROMPTS]
+    decoder = decoder_of(model, num_tokens=num_tokens, page_size=4)
+    decoder.fixed_shapes = True
+    assert decoder.generate(requests) == plain
+    assert decoder.cache.num_free_pages == decoder.cache.k.shape[1]
+
+
 def test_a_request_that_cannot_fit_ends_with_an_error(model, plain):
     requests = [Request(p, max_new_tokens=40, **SMALL) for p in (PROMPTS[3], PROMPTS[0])]
     outputs = decode(model, requests, num_tokens=64)

@@ -518,7 +518,8 @@ class SpeculativeDecoder:
                         self._ahead = None
                         for other in self.running:
                             self._roll_back(other)
-                    elif len(self.running) == 1:
+                        return self._reserve()
+                    if len(self.running) == 1:
                         self._finish(request, "error", f"the cache is too small: {error}")
                     else:
                         self.preempt(self.running[-1])
