@@ -369,7 +369,7 @@ class Round:
             ids = self.table[:, i] if tokens is None else tokens[i]
             hidden = self.model.forward(ids, positions[i], context)
             places = [(row, row, i) for row in self.processed if i < self.drafts[row]]
-            logits = self._process(self.model.compute_logits(hidden), places)
+            logits = self._process(self._logits(hidden), places)
             if tokens is not None:
                 choose = bookkeeping.choose if self.shape.greedy else sampling_kernels.draft
                 choose(self, logits, tokens[i + 1], i, FIELDS)
@@ -411,7 +411,7 @@ class Round:
             group.prepare(*mode)
         rows = self.rows
         context = VerifyContext(self, self.groups, rows.slots)
-        logits = self.model.compute_logits(self.model.forward(rows.tokens, rows.positions, context))
+        logits = self._logits(self.model.forward(rows.tokens, rows.positions, context))
         if self.processed:
             end = rows.last.tolist()
             places = [
@@ -464,6 +464,10 @@ class Round:
         u_accept = uniform(seeds, rounds, column[None, :-1], ACCEPT)
         u_emit = uniform(seeds, rounds, column[None], EMIT)
         return accept_sampled(drafts, self.num_drafts, self.draft_probs, target, u_accept, u_emit[:, 0])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """(rows, vocab_size) fp32, contiguous, as the kernels take it."""
+        return self.model.compute_logits(hidden).float().contiguous()
 
     def _process(self, logits: Tensor, places: Sequence[tuple[int, int, int]]) -> Tensor:
         """Applies the requests' processors: logits row `row` predicts what follows draft `step` of
