@@ -18,7 +18,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTW
 # By name: to collect others takes packages that they need.
 tests=(tests/cases/test_{attention,driver,gpu,memory,selection}_cases.py)
 for name in verify select sparse arguments value_checks fuzz workspaces hostile_data threads loop graphs unread bookkeeping \
-  fused page_scores layer_attention transformers transformers_half; do
+  fused sampling_kernels page_scores layer_attention transformers transformers_half; do
   tests+=("tests/test_$name.py")
 done
 
