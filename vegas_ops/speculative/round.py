@@ -314,7 +314,7 @@ class Round:
         else:
             if key not in self._graphs:
                 graph = torch.cuda.CUDAGraph()
-                with _no_garbage_collection(), torch.cuda.graph(graph, pool=pool):
+                with no_garbage_collection(), torch.cuda.graph(graph, pool=pool):
                     getattr(self, phase)()
                 self._graphs[key] = graph
             self._graphs[key].replay()
@@ -550,8 +550,9 @@ class Round:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection might destroy another decoder's graphs, which no capture survives."""
+def no_garbage_collection() -> Iterator[None]:
+    """For captures, since a collection might destroy another decoder's graphs, which no capture survives,
+    and for what is timed: the first one after a model was loaded takes tens of milliseconds."""
     enabled = gc.isenabled()
     gc.disable()
     try:

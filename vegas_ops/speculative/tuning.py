@@ -20,6 +20,7 @@ import torch
 from vegas_ops.speculative.loop import SpeculativeDecoder
 from vegas_ops.speculative.policies import POLICIES, VEGAS
 from vegas_ops.speculative.request import Request
+from vegas_ops.speculative.round import no_garbage_collection
 from vegas_ops.speculative.sampling import SamplingParams
 from vegas_ops.speculative.selection import Policy
 
@@ -127,14 +128,17 @@ def decode_together(
     # Not when the device has done what goes ahead of the first iteration: that is a part of it.
     start = time.perf_counter()
     steps, last = [], start
-    while not any(request.finished for request in requests):
-        if decoder.waiting:
-            for request in requests:
-                decoder.abort(request)
-            raise ValueError(f"`prompts` must all run at a time, got {len(requests)}, too many for the cache")
-        new = sum(len(tokens) for _, tokens in decoder.step())
-        steps.append((new, time.perf_counter() - last))
-        last += steps[-1][1]
+    with no_garbage_collection():
+        while not any(request.finished for request in requests):
+            if decoder.waiting:
+                for request in requests:
+                    decoder.abort(request)
+                raise ValueError(
+                    f"`prompts` must all run at a time, got {len(requests)}, too many for the cache"
+                )
+            new = sum(len(tokens) for _, tokens in decoder.step())
+            steps.append((new, time.perf_counter() - last))
+            last += steps[-1][1]
     seconds = last - start
     iterations = max(request.statistics.iterations for request in requests)
     decoder.run()
