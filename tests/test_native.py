@@ -37,20 +37,9 @@ def test_one_case(program: Path) -> None:
     assert ran.returncode == 0 and "1 cases, 0 failed" in ran.stdout
 
 
-def test_skipped_cases(program: Path) -> None:
-    arguments = ["--op", "select", "--skip", "kv_head", "--skip", "rows"]
-    ran = subprocess.run([program, *arguments], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout
-    assert "select token" in ran.stdout and "kv_head" not in ran.stdout and "rows" not in ran.stdout
-
-
 @pytest.mark.parametrize(
-    "arguments",
-    (
-        ["--op", "sorting"], ["--device", "tpu"], ["--case"], ["--case", "9999"], ["verify"], ["--skip"],
-        ["--skip", " "],
-    ),
-)  # fmt: skip
+    "arguments", (["--op", "sorting"], ["--device", "tpu"], ["--case"], ["--case", "9999"], ["verify"])
+)
 def test_unknown_arguments(program: Path, arguments: list[str]) -> None:
     """Nothing that runs no case may pass for a success."""
     ran = subprocess.run([program, *arguments], capture_output=True, text=True)

@@ -1,6 +1,6 @@
 // The three ops through the C interface alone, without Python: small calls over traps, compared with plain loops in
 // double precision. Written for compute-sanitizer, which is slow to start under a framework.
-// usage: ops_test [--device cpu|cuda] [--op verify|select|sparse|hostile|all] [--case N] [--skip PART_OF_A_NAME]...
+// usage: ops_test [--device cpu|cuda] [--op verify|select|sparse|hostile|all] [--case N]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,16 +8,12 @@
 #include "support.h"
 
 static int usage(const char* program) {
-  fprintf(stderr,
-          "usage: %s [--device cpu|cuda] [--op verify|select|sparse|hostile|all] [--case N] "
-          "[--skip PART_OF_A_NAME]...\n",
-          program);
+  fprintf(stderr, "usage: %s [--device cpu|cuda] [--op verify|select|sparse|hostile|all] [--case N]\n", program);
   return 2;
 }
 
 int main(int argc, char** argv) {
   std::string device = "cpu", op = "all";
-  std::vector<std::string> skip;
   int only = -1;
   for (int i = 1; i < argc; i += 2) {
     const char* value = i + 1 < argc ? argv[i + 1] : "";
@@ -29,8 +25,6 @@ int main(int argc, char** argv) {
       char* end;
       only = static_cast<int>(strtol(value, &end, 10));
       if (end == value || *end || only < 0) return usage(argv[0]);
-    } else if (!strcmp(argv[i], "--skip") && *value) {
-      skip.push_back(value);
     } else {
       return usage(argv[0]);
     }
@@ -48,7 +42,6 @@ int main(int argc, char** argv) {
 #endif
   native::Session session(device == "cuda" ? VEGAS_CUDA : VEGAS_CPU);
   session.only = only;
-  session.skip = skip;
   const VegasOp ops[] = {VEGAS_OP_VERIFY, VEGAS_OP_SELECT, VEGAS_OP_SPARSE};
   const char* names[] = {"verify", "select", "sparse"};
   void (*const suites[])(native::Session&) = {native::run_verify, native::run_select, native::run_sparse};

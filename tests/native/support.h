@@ -111,9 +111,8 @@ class Session {
   explicit Session(VegasDevice device) : device(device) {}
 
   const VegasDevice device;
-  int only = -1;                  // the number of the case to run; -1: all
-  std::vector<std::string> skip;  // cases whose names contain one of these are not run
-  bool enabled = true;            // cases are counted, not run, where it is false
+  int only = -1;        // the number of the case to run; -1: all
+  bool enabled = true;  // cases are counted, not run, where it is false
   void run(const std::string& name, const std::function<void(Random&)>& body);
   int ran() const { return ran_; }
   int failed() const { return failed_; }
