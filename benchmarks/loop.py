@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from vegas_ops.demo import print_identity, standard_library_text
 from vegas_ops.session import DEMO_MODEL, DTYPES, PAGE_SIZE, Session, read_text
 from vegas_ops.speculative import POLICIES, Request, SamplingParams, SpeculativeDecoder
 from vegas_ops.speculative.model import layer_attention
-from vegas_ops.speculative.tuning import GAMMAS, RATIOS, REPEATS, Decoded, decode_together, now, tune
+from vegas_ops.speculative.tuning import GAMMAS, RATIOS, REPEATS, Decoded, decode_together, tune
 
 _BLOCKS = 8  # of iterations, for the interval of a throughput
 
@@ -232,6 +233,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in loop_figures.draw(results.path):
         console.print(f"picture: {path}", soft_wrap=True)
     return int(unexplained > 0)
+
+
+def now(decoder: SpeculativeDecoder) -> float:
+    """Seconds, when the device has done all it was given."""
+    if decoder.on_gpu:
+        torch.cuda.synchronize(decoder.cache.device)
+    return time.perf_counter()
 
 
 def hold_prompts(

@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
-
 from vegas_ops.speculative.loop import SpeculativeDecoder
 from vegas_ops.speculative.policies import POLICIES, VEGAS
 from vegas_ops.speculative.request import Request
@@ -146,13 +144,6 @@ def decode_together(
         if request.finish_reason == "error":
             raise ValueError(f"decoding failed: {request.error}")
     return Decoded(requests, sum(tokens for tokens, _ in steps), seconds, steps, iterations)
-
-
-def now(decoder: SpeculativeDecoder) -> float:
-    """Seconds, when the device has done all it was given."""
-    if decoder.on_gpu:
-        torch.cuda.synchronize(decoder.cache.device)
-    return time.perf_counter()
 
 
 def check_settings(gammas: Sequence[int], ratios: Sequence[float], new_tokens: int, repeats: int) -> None:
