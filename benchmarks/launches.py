@@ -48,9 +48,7 @@ def phases(
 
 
 def account(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
-    """Where a replay's time goes. kernels: launches and microseconds by name, each moment counted for the
-    kernel that ends first of those that run in it, since one may wait while the one before ends; idle_us:
-    when none runs."""
+    """Where a replay's time goes (`account_of`)."""
     graph.replay()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -63,19 +61,26 @@ def account(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     )
+    return account_of(spans, _PROFILED)
+
+
+def account_of(spans: Sequence[tuple[float, float, str]], replays: int) -> dict[str, Any]:
+    """Of replays of the same launches: (begin, end, name) in microseconds, in the order of begins. kernels:
+    launches and microseconds of a replay by name, each moment counted for the kernel that began first of
+    those that run in it, since one may wait while the one before ends; idle_us: when none runs."""
     counts: Counter[str] = Counter()
     micros: Counter[str] = Counter()
     idle, reached = 0.0, 0.0
     for i, (start, end, name) in enumerate(spans):
-        if i % max(len(spans) // _PROFILED, 1) == 0:
+        if i % max(len(spans) // replays, 1) == 0:
             reached = start
         idle += max(start - reached, 0.0)
         reached = max(reached, start)
         counts[name] += 1
         micros[name] += max(end - reached, 0.0)
         reached = max(reached, end)
-    kernels = {name: [counts[name] / _PROFILED, round(t / _PROFILED, 1)] for name, t in micros.most_common()}
-    return {"kernels": kernels, "idle_us": round(idle / _PROFILED, 1)}
+    kernels = {name: [counts[name] / replays, round(t / replays, 1)] for name, t in micros.most_common()}
+    return {"kernels": kernels, "idle_us": round(idle / replays, 1)}
 
 
 def iteration(

@@ -318,6 +318,18 @@ def test_loop(tmp_path: Path) -> None:
         assert (cell["drafted"] > 0) == (cell["case"]["policy"] != "plain")
 
 
+def test_where_the_time_of_replays_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import launches
+
+    # One that waits for its predecessor, one that both cover, a pause; and again after a long one.
+    replay = [(0.0, 10.0, "a"), (8.0, 14.0, "b"), (9.0, 12.0, "c"), (16.0, 20.0, "a")]
+    spans = [(begin + at, end + at, name) for at in (0.0, 1000.0) for begin, end, name in replay]
+    account = launches.account_of(spans, 2)
+    assert account == {"kernels": {"a": [2.0, 14.0], "b": [1.0, 4.0], "c": [1.0, 0.0]}, "idle_us": 2.0}
+    assert launches.account_of([], 2) == {"kernels": {}, "idle_us": 0.0}
+
+
 def test_prompts_of_json_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import loop_workload
