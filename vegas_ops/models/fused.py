@@ -356,12 +356,6 @@ def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
     return _Tiles(32, 64, BLOCK_IN, 4, 4) if n_out * (1 + gated) > 8192 else _Tiles(32, 32, BLOCK_IN, 4, 6)
 
 
-def _head_tiles(rows: int, n_in: int) -> _Tiles:
-    """Of `rotated_heads`."""
-    k = next(k for k in (512, 256, BLOCK_IN) if n_in % k == 0)
-    return _Tiles(16, 0, k, 4 if rows > 16 else 8, 3, held=True)
-
-
 def _fitting(tiles: _Tiles, device: torch.device) -> _Tiles:
     """The tiles, or small ones on a GPU whose thread blocks have too little memory for some of them."""
     return tiles if _roomy(device) else _Tiles(min(tiles.m, 32), 32, BLOCK_IN, 4, 3)
@@ -433,10 +427,11 @@ def linear(
 ) -> Tensor:
     """`f(norm(x)) @ weight.T + residual` in one kernel, in fp32, rounded once.
 
-    x: (rows, in_features), rows contiguous, or `Scaled`; weight: (out_features, in_features); norm:
-    (in_features,), weight of an RMSNorm; gated: of weight's two halves, SiLU of the first times the second;
-    residual (rows, out_features) is overwritten and returned; dtype: of the result, default x's. fixed: the
-    same tiles for every number of rows. in_features must be a multiple of `BLOCK_IN`.
+    x: (rows, in_features), rows contiguous, or, of so many features that `norms_apart`, `Scaled`; weight:
+    (out_features, in_features); norm: (in_features,), weight of an RMSNorm; gated: of weight's two halves,
+    SiLU of the first times the second; residual (rows, out_features) is overwritten and returned; dtype: of
+    the result, default x's. fixed: the same tiles for every number of rows. in_features must be a multiple of
+    `BLOCK_IN`.
     """
     if norm is not None and not isinstance(x, Scaled) and norms_apart(weight.shape[1]):
         x, norm = _rms_norm(x, norm, eps), None
@@ -503,13 +498,13 @@ def rotated_heads(
     kv_heads = heads - head_norm.shape[0]
     q_heads = heads - 2 * kv_heads
     out = x.new_empty((rows, q_heads, dim))
-    tiles = _head_tiles(64 if fixed else rows, n_in)
+    block_m, block_k = 16, next(k for k in (512, 256, BLOCK_IN) if n_in % k == 0)
     if rows:
-        _qkv_kernel[(heads, triton.cdiv(rows, tiles.m))](
+        _qkv_kernel[(heads, triton.cdiv(rows, block_m))](
             x, weight, norm, head_norm, torch.view_as_real(rope), positions, target.slots, out, target.k,
             target.v, rows, x.stride(0), eps,
-            N_IN=n_in, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_M=tiles.m, BLOCK_K=tiles.k,
-            num_warps=tiles.warps, **jit.launch_options(x.device),
+            N_IN=n_in, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_M=block_m, BLOCK_K=block_k,
+            num_warps=4 if fixed or rows > 16 else 8, **jit.launch_options(x.device),
         )  # fmt: skip
     return out
 
