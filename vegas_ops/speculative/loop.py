@@ -515,6 +515,7 @@ class SpeculativeDecoder:
                     break
                 except OutOfPages as error:
                     if self._ahead:
+                        # Cheaper to compute again than a request that is preempted.
                         self._ahead = None
                         for other in self.running:
                             self._roll_back(other)
