@@ -33,7 +33,7 @@ _BLOCK = 8192  # tokens that a thread block looks at together
 
 if triton is not None:
     _INF = tl.constexpr(0x7F800000)  # bits of fp32 infinity
-    _MANY = tl.constexpr(1 << 30)
+    _MANY = tl.constexpr(0x40000000)  # more than a vocabulary has tokens
 
     @triton.jit
     def _mix(x):
@@ -150,7 +150,7 @@ if triton is not None:
         """The first token with a weight whose running sum lies beyond u of all; VOCAB and more if none."""
         # Strictly below the total: then some token's interval contains it.
         target = tl.minimum(u * total, total - total * (2.0**-52))
-        return tl.min(tl.where((sums > target) & (weight > 0), i, 1 << 30), 0)
+        return tl.min(tl.where((sums > target) & (weight > 0), i, _MANY), 0)
 
     @triton.jit(do_not_specialize=["step"])
     def _draft_kernel(
@@ -188,7 +188,7 @@ if triton is not None:
             length = tl.load(values + LENGTHS * batch + request)
             u = _uniform(seed, length, step.to(tl.int64), STREAM)
             seen, base = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
-            found = tl.full((), 1 << 30, tl.int32)
+            found = tl.full((), _MANY, tl.int32)
             for start in range(0, VOCAB, BLOCK):
                 weight, seen = _kept(
                     row, start, top, temperature, limit, ties, min_p, seen, FILTERED, VOCAB, BLOCK
@@ -292,7 +292,7 @@ if triton is not None:
             total = tl.maximum(total, tl.max(tl.where(rest > 0, sums, 0.0), 0))
             base = tl.maximum(base, tl.max(sums, 0))
         u = _uniform(seed, length, tl.full((), 0, tl.int64), EMITS)
-        base, found = tl.full((), 0.0, tl.float64), tl.full((), 1 << 30, tl.int32)
+        base, found = tl.full((), 0.0, tl.float64), tl.full((), _MANY, tl.int32)
         for start in range(0, VOCAB, BLOCK):
             here, rest = _residual(targets, drafted, start, rejected, VOCAB, BLOCK)
             sums = base + tl.cumsum(rest.to(tl.float64), 0)
