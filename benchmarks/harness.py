@@ -444,6 +444,11 @@ def parse_arguments(
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda when there is one")
     parser.add_argument("--quick", action="store_true", help="a few cells, small memory")
     parser.add_argument(
+        "--record",
+        action="store_true",
+        help="write the record that is kept, not *-quick.jsonl",
+    )
+    parser.add_argument(
         "--seconds", type=float, help="budget, default 240 (30); what it leaves out is listed"
     )
     parser.add_argument(
@@ -481,6 +486,8 @@ def parse_arguments(
             "`--cpu-time` must go with --device cpu and OMP_NUM_THREADS=1, "
             f"got {arguments.device} and {torch.get_num_threads()} threads"
         )
+    if arguments.record and arguments.quick:
+        parser.error("`--record` must go without --quick: a record holds what its device can measure")
     if groups and arguments.cells is None:
         arguments.cells = quick_groups if arguments.quick else groups
     if arguments.seconds is None:
@@ -513,7 +520,7 @@ def run(
     if not bench.is_cuda:
         head["clock"] = "CPU time" if arguments.cpu_time else "wall clock"
     folder = arguments.out / report.slug(report.device_name(bench.device))
-    name = f"{script}-quick" if bench.quick else script
+    name = script if arguments.record else f"{script}-quick"
     results = report.ResultFile(folder / f"{name}.jsonl")
     results.write(head)
     records: list[report.Record] = []

@@ -376,6 +376,28 @@ def test_workspace_refuses(device: torch.device, arguments: dict[str, Any]) -> N
         vegas_ops.make_workspace(**{**call, **arguments})
 
 
+ON_META = [
+    (op, base, name)
+    for op, base in (
+        (vegas_ops.flash_attn_with_logit_dump, base_verify),
+        (vegas_ops.sparse_paged_decode, base_sparse),
+        (vegas_ops.topk_aggregate_logits, base_select),
+    )
+    for name, value in base(torch.device("cpu")).items()
+    if isinstance(value, Tensor)
+    and name not in ("out", "lse", "logits", "guide_lse", "indices", "topk_length")  # what may be written
+]
+
+
+@pytest.mark.parametrize(("op", "base", "name"), ON_META, ids=[f"{op.__name__}-{n}" for op, _, n in ON_META])
+def test_one_meta_tensor_is_refused(op: Callable[..., Any], base: Callable[..., Call], name: str) -> None:
+    """PyTorch takes such a call for one that wants no results."""
+    call = base(torch.device("cpu"))
+    call[name] = call[name].to("meta")
+    # The first tensor sets the device; `k` is the op's `k_per_request` where it is a tensor.
+    refused(op, call, {"q": "k_cache", "k": "k_per_request"}.get(name, name))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU needs no workspace")
 @pytest.mark.parametrize("op", range(3), ids=("verify", "select", "sparse"))

@@ -44,6 +44,12 @@ def lines_of(out: Path, op: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return head, cells
 
 
+def test_a_record_is_written_when_asked_for_alone(tmp_path: Path) -> None:
+    refused = run_script("sparse", tmp_path, "--record")
+    assert refused.returncode == 2 and "`--record` must go without --quick" in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_sources_hash_with_and_without_git(modules: Namespace, tmp_path: Path) -> None:
     for folder in ("csrc", "vegas_ops"):
         shutil.copytree(ROOT / folder, tmp_path / folder)

@@ -131,7 +131,7 @@ run_bench() {
   for name in verify sparse selection; do
     seconds=$((total / 4))
     [ "$name" != verify ] || seconds=$((total / 2))
-    timeout -k 10 $((seconds + 40)) "$python" "benchmarks/$name.py" --device cuda --seconds "$seconds" --out "$out" \
+    timeout -k 10 $((seconds + 40)) "$python" "benchmarks/$name.py" --record --device cuda --seconds "$seconds" --out "$out" \
       2>&1 | tee "$logs/bench-$name.log"
     rc=${PIPESTATUS[0]}
     record "bench $name" "$rc" seconds "$seconds"

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -568,14 +568,28 @@ def sparse_paged_decode(
     return out, lse
 
 
-# Fake kernels: the ops mutate what they are given and return nothing.
+def _register_fake(name: str) -> None:
+    """The ops mutate what they are given and return nothing. A single meta tensor brings a call here, too."""
+    arguments = getattr(torch.ops.vegas_ops, name).default._schema.arguments
+
+    def fake(*args: Any, **kwargs: Any) -> None:
+        given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        tensors = [(key, value) for key, value in given.items() if isinstance(value, Tensor)]
+        (first, like), *others = tensors
+        for key, value in others:
+            if value.device != like.device:
+                raise ValueError(f"`{key}` must be on {like.device} as `{first}` is, got {value.device}")
+
+    torch.library.register_fake(f"vegas_ops::{name}", fake)
+
+
 for _name in (
     "flash_attn_with_logit_dump",
     "topk_aggregate_logits",
     "aggregate_logits",
     "sparse_paged_decode",
 ):
-    torch.library.register_fake(f"vegas_ops::{_name}", lambda *args, **kwargs: None)
+    _register_fake(_name)
 
 
 @torch.library.register_fake("vegas_ops::new_workspace")
