@@ -283,6 +283,24 @@ def test_pages_kept_for_rounds_that_go_ahead_are_given_up_first(model, plain, nu
     assert decoder.cache.num_free_pages == decoder.cache.k.shape[1]
 
 
+@pytest.mark.parametrize(("num_tokens", "steps"), [(164, 4), (176, 6), (192, 8)])
+def test_more_drafts_than_pages_were_kept_for(model, plain, num_tokens, steps):
+    """The only way in which a round that goes ahead can lack pages: its requests draft more from now on."""
+    decoder = decoder_of(model, num_tokens=num_tokens, page_size=4)
+    decoder.fixed_shapes = True
+    requests = [decoder.add(Request(p, gamma=6, max_new_tokens=40, **SMALL)) for p in PROMPTS]
+    for request in requests:
+        request.draft_limit = 1
+    for _ in range(steps):
+        decoder.step()
+    assert decoder._ahead is not None
+    for request in requests:
+        request.draft_limit = 6
+    decoder.run()
+    assert [request.output for request in requests] == plain
+    assert decoder.cache.num_free_pages == decoder.cache.k.shape[1]
+
+
 def test_a_request_that_cannot_fit_ends_with_an_error(model, plain):
     requests = [Request(p, max_new_tokens=40, **SMALL) for p in (PROMPTS[3], PROMPTS[0])]
     outputs = decode(model, requests, num_tokens=64)
