@@ -47,7 +47,8 @@ class Machine:
 
 def run(monkeypatch, machine: Machine, **options) -> Tuning:
     monkeypatch.setattr(tuning, "decode_together", machine)
-    return tune(decoder_of(TinyModel()), [Request(p) for p in PROMPTS], **options)
+    # No floor: the prompts are short.
+    return tune(decoder_of(TinyModel()), [Request(p) for p in PROMPTS], **{"min_tokens": 0, **options})
 
 
 def test_the_three_steps(monkeypatch):
@@ -75,6 +76,30 @@ def test_the_three_steps(monkeypatch):
 def test_plain_decoding_wins_where_drafts_cost_too_much(monkeypatch):
     best = run(monkeypatch, Machine(draft_cost=1.0))
     assert best.gamma == 0 and best.trials[0].gamma == 0
+
+
+def test_ratios_that_read_the_same_tokens_are_one_setting(monkeypatch):
+    """The longest prompt has 90 tokens, and 10 more come: 0.02 to 0.07 list 7 tokens at most."""
+
+    class Jittery(Machine):
+        """Each setting below the floor would have another speed."""
+
+        def __call__(self, *arguments, **options):
+            decoded = super().__call__(*arguments, **options)
+            return decoded._replace(seconds=decoded.seconds / (10 if options["ratio"] == 0.02 else 1))
+
+    assert tuning.same_budgets(tuning.RATIOS, 100, 7) == [0.02, 0.03, 0.05, 0.07]
+    assert tuning.same_budgets(tuning.RATIOS, 101, 7) == [0.02, 0.03, 0.05]
+    assert tuning.same_budgets(tuning.RATIOS, 100, 1) == []
+    seen: list[tuple[Trial, int]] = []
+    best = run(
+        monkeypatch, Jittery(), new_tokens=10, min_tokens=7,
+        on_trial=lambda *arguments: seen.append(arguments),
+    )  # fmt: skip
+    for step in (1, 3):
+        assert [t.ratio for t in best.trials if t.step == step] == [0.07, 0.1, 0.15]
+    assert best.ratio == 0.07 and {total for _, total in seen} == {len(best.trials)}
+    assert run(monkeypatch, Jittery(), new_tokens=10, min_tokens=1).ratio == 0.02
 
 
 def test_one_lucky_run_chooses_nothing(monkeypatch):

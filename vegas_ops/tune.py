@@ -14,7 +14,7 @@ from vegas_ops.demo import DEMO_CONTEXT, standard_library_text
 from vegas_ops.plots import plot_tuning
 from vegas_ops.session import PAGE_SIZE, Session, read_text
 from vegas_ops.speculative import Policy, SamplingParams
-from vegas_ops.speculative.tuning import Trial, Tuning, check_settings, tune
+from vegas_ops.speculative.tuning import MIN_TOKENS, Trial, Tuning, check_settings, same_budgets, tune
 
 STEPS = ("plain decoding", "1: accepted by ratio", "2: speed by γ", "3: speed by ratio")
 
@@ -50,14 +50,23 @@ def run_tune(options: TuneOptions, console: Console) -> int:
     texts = [read_text(path) for path in options.prompts] or [standard_library_text()]
     context = session.context(options.context, DEMO_CONTEXT, options.new_tokens)
     prompts = [session.encode(text, options.new_tokens, keep=context) for text in texts]
+    longest = max(map(len, prompts))
     most = max(options.gammas) + options.new_tokens + 4 * PAGE_SIZE
     decoder = session.decoder(sum(len(ids) + most for ids in prompts))
     console.print(
         f"[bold]{options.model.name}[/] · {options.policy.name} · "
-        f"{len(prompts)} x {max(map(len, prompts)):,} tokens · {session.model.device.type}",
+        f"{len(prompts)} x {longest:,} tokens · {session.model.device.type}",
         highlight=False,
         soft_wrap=True,
     )
+    same = same_budgets(options.ratios, longest + options.new_tokens)
+    if len(same) > 1:
+        console.print(
+            f"ratios {', '.join(f'{ratio:g}' for ratio in same)}: all the same {min(MIN_TOKENS, longest)} "
+            f"tokens at this context, tried as {same[-1]:g}",
+            highlight=False,
+            soft_wrap=True,
+        )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("reading the prompts", total=None)

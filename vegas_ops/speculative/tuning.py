@@ -20,13 +20,14 @@ from vegas_ops.speculative.policies import POLICIES, VEGAS
 from vegas_ops.speculative.request import Request
 from vegas_ops.speculative.round import no_garbage_collection
 from vegas_ops.speculative.sampling import SamplingParams
-from vegas_ops.speculative.selection import Policy
+from vegas_ops.speculative.selection import Policy, budget
 
 GAMMAS = (2, 3, 4, 5, 6, 7, 8, 10)
 RATIOS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15)
 FIRST_GAMMA = 6
 MAX_GAMMA = 1024  # far beyond what pays anywhere
 REPEATS = 3  # runs of a setting
+MIN_TOKENS = 256
 SATURATED = 0.02  # acceptance within this of the best counts as the best
 
 
@@ -161,6 +162,12 @@ def check_settings(gammas: Sequence[int], ratios: Sequence[float], new_tokens: i
         raise ValueError(f"`repeats` must be at least 1, got {repeats}")
 
 
+def same_budgets(ratios: Sequence[float], keys: int, min_tokens: int = MIN_TOKENS) -> list[float]:
+    """The ratios, ascending, at which drafts read `min_tokens` tokens in contexts up to `keys`, whichever
+    of them it is. `tune` tries the last alone."""
+    return sorted({r for r in ratios if budget(r, min_tokens, keys, keys) <= min_tokens})
+
+
 def tune(
     decoder: SpeculativeDecoder,
     prompts: Sequence[Request],
@@ -170,12 +177,14 @@ def tune(
     ratios: Sequence[float] = RATIOS,
     new_tokens: int = 64,
     repeats: int = REPEATS,
-    min_tokens: int = 256,
+    min_tokens: int = MIN_TOKENS,
     sampling: SamplingParams | None = None,
     on_trial: Callable[[Trial, int], None] | None = None,
 ) -> Tuning:
     """Measures and chooses. prompts: held by the decoder, decoded together; new_tokens: of each, at
-    every setting. on_trial(trial, total) after every trial; total: trials in all, at most.
+    every setting. Ratios whose budget is `min_tokens` throughout are one setting, and the largest of
+    them stands for all (`same_budgets`). on_trial(trial, total) after every trial; total: trials in
+    all, at most.
 
     A setting's speed is the median of `repeats` runs; one before them warms up and captures graphs. A
     setting that comes up twice is measured once.
@@ -186,7 +195,10 @@ def tune(
     room = decoder.max_position - max(len(prompt.prompt) for prompt in prompts)
     if new_tokens > room:
         raise ValueError(f"`new_tokens` must be at most {room}, what the context leaves, got {new_tokens}")
-    gammas, ratios = sorted(set(gammas)), sorted(set(ratios))
+    keys = max(len(prompt.prompt) for prompt in prompts) + new_tokens
+    # Measured apart, equal lists would differ by noise, which would choose among them.
+    skipped = same_budgets(ratios, keys, min_tokens)[:-1]
+    gammas, ratios = sorted(set(gammas)), sorted(set(ratios).difference(skipped))
     first_gamma = min(gammas, key=lambda g: abs(g - FIRST_GAMMA))
     total = 1 + len(ratios) + len(gammas) + len(ratios)
     trials: list[Trial] = []
