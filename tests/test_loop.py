@@ -504,6 +504,9 @@ def test_bad_requests_name_the_argument(model):
             Request([1], **options)
     with pytest.raises(ValueError, match="`prompt` must hold at least one token, got none"):
         Request([])
+    for prompt in ("hello", [1, "2"], [1.5], 3):
+        with pytest.raises(TypeError, match=r"`prompt` must hold token ids, .* got "):
+            Request(prompt)
     with pytest.raises(ValueError, match="`cache` must have the model's layers"):
         SpeculativeDecoder(model, new_cache(TinyModel(head_dim=32)))
     with pytest.raises(ValueError, match=r"`cache` must be .* or fp8"):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from operator import index
 from typing import Literal
 
 from vegas_ops.speculative.kv_cache import CacheSequence
@@ -98,7 +99,13 @@ class Request:
 
     def __post_init__(self) -> None:
         # A copy: `output` is what follows it, also if the caller goes on with the list.
-        self.prompt = [int(t) for t in self.prompt]
+        try:
+            self.prompt = [index(t) for t in self.prompt]
+        except TypeError:
+            given = f"{self.prompt!r:.60}"
+            raise TypeError(
+                f"`prompt` must hold token ids, such as Tokenizer.encode gives, got {given}"
+            ) from None
         if not self.prompt:
             raise ValueError("`prompt` must hold at least one token, got none")
         if not isinstance(self.policy, Policy):
