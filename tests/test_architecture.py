@@ -11,12 +11,13 @@ PACKAGE, SOURCES = ROOT / "vegas_ops", ROOT / "csrc"
 
 # What a part of the package imports of the others.
 PYTHON = {
-    "command line": {"command line", "speculative", "models", "ops"},
+    "command line": {"command line", "speculative", "models", "ops", "devices"},
     "integrations/transformers": {"speculative"},
     "integrations/vllm": {"ops"},
-    "speculative": {"ops", "jit"},
-    "models": {"jit"},
+    "speculative": {"ops", "jit", "devices"},
+    "models": {"jit", "devices"},
     "jit": set(),
+    "devices": set(),
     "ops": set(),
     "reference": set(),
 }

@@ -115,6 +115,10 @@ def test_lengths_are_checked():
         make(page_size=0)
     with pytest.raises(ValueError, match="`v_scale` must be finite and > 0, got 0"):
         make(v_scale=0)
+    with pytest.raises(ValueError, match="`device` must be present, got 'cuda:99'"):
+        make(device="cuda:99")
+    with pytest.raises(ValueError, match="`device` must be cpu, cuda or cuda:N, got 'abacus'"):
+        make(device="abacus")
 
 
 @settings(max_examples=60, deadline=None)

@@ -399,8 +399,12 @@ def test_refuses_integer_weights_and_dtypes(tmp_path: Path) -> None:
     safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelFolderError, match="weight' must be floating point"):
         Qwen3Model.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="`dtype` must be float32, bfloat16 or float16"):
+    with pytest.raises(ValueError, match=r"`dtype` must be torch.float32, .* got torch\.float64"):
         Qwen3Model.from_pretrained(tmp_path, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"`dtype` must be torch.float32, .* got 'float32'"):
+        Qwen3Model.from_pretrained(tmp_path, "float32")
+    with pytest.raises(ValueError, match=r"`device` must be present, got 'cuda:99' \(\d+ GPUs, torch is a"):
+        Qwen3Model.from_pretrained(DEMO_MODEL, device="cuda:99")
 
 
 def test_stream_gives_whole_characters() -> None:

@@ -25,6 +25,9 @@ _POLICY_HELP = (
     "what drafts attend to: vegas, vegas-lookahead, streaming, snapkv, quest, specextend, pillar, "
     "topk-oracle, random or full"
 )
+_TEMPERATURE_HELP = "0 is greedy (%(default)s)"
+_TOP_P_HELP = "share of the probability that is drawn from, the likeliest tokens' (%(default)s)"
+_PNG_HELP = "PNG to write (%(default)s)"
 _OP_BENCHMARKS = ("verify", "selection", "sparse")  # need no arguments
 
 
@@ -62,8 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--prompt", type=Path, help="UTF-8 text (default: Python's own library sources)")
     _add_context_option(demo)
     _add_speculation_options(demo, DEMO_GAMMA, DEMO_RATIO, DEMO_POLICY)
-    demo.add_argument("--max-new-tokens", type=_count, default=DEMO_NEW_TOKENS)
-    demo.add_argument("--plot", type=Path, default=Path("vegas-demo.png"), help="PNG to write")
+    demo.add_argument(
+        "--max-new-tokens", type=_count, default=DEMO_NEW_TOKENS, help="to decode (%(default)s)"
+    )
+    demo.add_argument("--plot", type=Path, default=Path("vegas-demo.png"), help=_PNG_HELP)
     demo.set_defaults(run=_demo)
 
     generate = commands.add_parser(
@@ -74,11 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(generate)
     generate.add_argument("--prompt", type=Path, required=True, help="UTF-8 text, or - for standard input")
     _add_speculation_options(generate, GAMMA, RATIO, POLICY)
-    generate.add_argument("--max-new-tokens", type=_count, default=256)
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--top-k", type=int, default=0, help="0 is off")
-    generate.add_argument("--min-p", type=float, default=0.0)
+    generate.add_argument("--max-new-tokens", type=_count, default=256, help="at most (%(default)s)")
+    generate.add_argument("--temperature", type=float, default=0.0, help=_TEMPERATURE_HELP)
+    generate.add_argument("--top-p", type=float, default=1.0, help=_TOP_P_HELP)
+    generate.add_argument("--top-k", type=int, default=0, help="of the k likeliest tokens (0: of all)")
+    generate.add_argument(
+        "--min-p", type=float, default=0.0, help="least probability, as a share of the highest (%(default)s)"
+    )
     generate.add_argument("--seed", type=int, help="default: a random one")
     generate.set_defaults(run=_generate)
 
@@ -93,17 +100,22 @@ def _parser() -> argparse.ArgumentParser:
         "--prompt", type=Path, nargs="+", default=[], help="UTF-8 texts (default: Python's own sources)"
     )
     _add_context_option(tune)
-    tune.add_argument("--policy", default=POLICY, help=_POLICY_HELP)
-    tune.add_argument("--gammas", type=int, nargs="+", default=[2, 3, 4, 5, 6, 7, 8, 10])
-    tune.add_argument("--ratios", type=float, nargs="+", default=[0.02, 0.03, 0.05, 0.07, 0.1, 0.15])
+    tune.add_argument("--policy", default=POLICY, help=f"{_POLICY_HELP} (default: {POLICY})")
+    gammas, ratios = [2, 3, 4, 5, 6, 7, 8, 10], [0.02, 0.03, 0.05, 0.07, 0.1, 0.15]
+    tune.add_argument("--gammas", type=int, nargs="+", default=gammas, help="to try (%(default)s)")
+    tune.add_argument("--ratios", type=float, nargs="+", default=ratios, help="to try (%(default)s)")
     tune.add_argument(
         "--new-tokens", type=_count, default=64, help="of every prompt and setting (%(default)s)"
     )
-    tune.add_argument("--repeats", type=_count, default=3, help="runs of a setting; the median counts")
-    tune.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    tune.add_argument("--top-p", type=float, default=1.0)
-    tune.add_argument("--out", type=Path, default=Path("vegas-tuned.json"), help="JSON to write")
-    tune.add_argument("--plot", type=Path, default=Path("vegas-tuned.png"), help="PNG to write")
+    tune.add_argument(
+        "--repeats", type=_count, default=3, help="runs of a setting; the median counts (%(default)s)"
+    )
+    tune.add_argument("--temperature", type=float, default=0.0, help=_TEMPERATURE_HELP)
+    tune.add_argument("--top-p", type=float, default=1.0, help=_TOP_P_HELP)
+    tune.add_argument(
+        "--out", type=Path, default=Path("vegas-tuned.json"), help="JSON to write (%(default)s)"
+    )
+    tune.add_argument("--plot", type=Path, default=Path("vegas-tuned.png"), help=_PNG_HELP)
     tune.set_defaults(run=_tune)
 
     info = commands.add_parser("info", help="version, build, devices, and which kernel serves which op")
@@ -199,20 +211,14 @@ def _device(name: str | None) -> str:
     import torch
 
     from vegas_ops import _C
+    from vegas_ops.devices import present
 
     has_kernels = bool(_C.cuda_architectures())
     if name is None:
         return "cuda" if has_kernels and torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"`device` must be cpu, cuda or cuda:N, got {name!r}") from None
+    device = present(name)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"`device` must be cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        kind = "CUDA" if torch.version.cuda else "CPU-only"
-        found = f"{torch.cuda.device_count()} GPUs, torch is a {kind} build"
-        raise ValueError(f"`device` must be present, got {name!r} ({found})")
     if device.type == "cuda" and not has_kernels:
         raise ValueError(f"`device` must be cpu: this build has no CUDA kernels, got {name!r}")
     return name

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from vegas_ops.devices import present
 from vegas_ops.models import fused
 from vegas_ops.models.config import ModelFolderError, Qwen3Config
 from vegas_ops.models.linear import Linear
@@ -107,7 +108,9 @@ class Qwen3Model:
         config = Qwen3Config.from_folder(folder)
         dtype = config.dtype if dtype is None else dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype}")
+            kinds = "torch.float32, torch.bfloat16 or torch.float16"
+            raise ValueError(f"`dtype` must be {kinds}, got {dtype!r}")
+        device = present(device)
         tensors = files.read(parameter_shapes(config), dtype)
         return cls(config, tensors, device, batch_invariant)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vegas_ops import ops
+from vegas_ops.devices import present
 from vegas_ops.speculative.model import KVTarget
 
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
@@ -96,7 +97,7 @@ class PagedKVCache:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if not 0 < scale < math.inf:
                 raise ValueError(f"`{name}` must be finite and > 0, got {scale}")
-        self.device = torch.device(device)
+        self.device = present(device)
         self.workspaces = Workspaces(self.device)
         # Zeroed, not empty: a page may be gathered by torch code that multiplies before it masks.
         # One page more than is given out takes what padded rows write.
