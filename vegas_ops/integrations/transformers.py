@@ -131,7 +131,10 @@ def generate(
         policy: what drafts attend to: a name in `vegas_ops.speculative.POLICIES`, or a `Policy`.
         ratio, min_tokens: of a context of n tokens max(ratio * n, min_tokens), and all newer ones.
         graphs: on a GPU, capture forwards as CUDA graphs and replay them. Default: yes, unless the model
-            has experts or a logits processor may wait for the device.
+            has experts or a logits processor may wait for the device. On the CPU it has no effect.
+
+    `cache_implementation` may be what model and configuration say of transformers' own caches ("static",
+    "hybrid" ...), and changes nothing.
 
     Returns:
         (batch, length) token ids; a `GenerateOutput` with `return_dict_in_generate=True`. K and V of all
