@@ -417,7 +417,9 @@ class SpeculativeDecoder:
             emitted = list(request.forced_tokens[done : done + count + 1])
         reason: FinishReason | None = "error" if failed else None
         new = emitted
-        if not request.stop_token_ids and not request.stop_sequences:
+        # A subclass of Request may stop by rules of its own.
+        own = type(request).stops is not Request.stops
+        if not (own or request.stop_token_ids or request.stop_sequences):
             request.tokens += emitted
         else:
             for i, token in enumerate(emitted, 1):
