@@ -226,7 +226,7 @@ def run_cells(modules: Namespace, tmp_path: Path, build: Callable[[Any], Any]) -
     ticks = iter(range(10**9))
     bench.clock = lambda: next(ticks) * 1e-3
     cell = harness.Cell("verify", {"batch": 1, "context": 1024}, 1000, "regime", "panel", build)
-    arguments = Namespace(out=tmp_path, cpu_time=False)
+    arguments = Namespace(out=tmp_path, cpu_time=False, record=False)
     status = harness.run("verify", arguments, bench, [cell], {})
     _, (record,) = lines_of(tmp_path, "verify")
     return status, record

@@ -94,7 +94,8 @@ def wrappers() -> str:
     text = re.sub(r"torch\.ops\.vegas_ops\.(\w+)\(", r"ops.\1(", text)
     if calls != 6:
         raise SystemExit(f"hub_project: ops.py must call its ops in 6 places, got {calls}")
-    text = replace(text, 'f"vegas_ops::{_name}"', "add_op_namespace_prefix(_name)", 1)
+    text = replace(text, "getattr(torch.ops.vegas_ops, name)", "getattr(ops, name)", 1)
+    text = replace(text, 'f"vegas_ops::{name}"', "add_op_namespace_prefix(name)", 1)
     text = replace(text, '"vegas_ops::new_workspace"', 'add_op_namespace_prefix("new_workspace")', 1)
     text = replace(text, "    from vegas_ops import _C\n\n", "", 1)
     start = text.index("    size = _C.workspace_bytes(")
