@@ -22,7 +22,16 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("CMakeLists.txt", "csrc", "vegas_ops/ops.py")
+SOURCES = (
+    "CMakeLists.txt",
+    "csrc",
+    "vegas_ops/jit.py",
+    "vegas_ops/models/fused.py",
+    "vegas_ops/ops.py",
+    "vegas_ops/speculative/bookkeeping.py",
+    "vegas_ops/speculative/page_scores.py",
+    "vegas_ops/speculative/sampling_kernels.py",
+)
 
 Record = dict[str, Any]
 
@@ -30,9 +39,9 @@ Record = dict[str, Any]
 def sources_hash(root: Path = ROOT) -> str:
     """First 16 hex digits of the sha256 over the sources of the kernels and of their bindings.
 
-    Files that are not committed yet count as well. Equal to: git ls-files -co --exclude-standard csrc
-    vegas_ops/ops.py CMakeLists.txt | LC_ALL=C sort | xargs -d '\\n' cat | sha256sum | cut -c1-16. Without git
-    the same paths are walked, leaving out what a build puts there.
+    Files that are not committed yet count as well. Equal to: git ls-files -co --exclude-standard SOURCES |
+    LC_ALL=C sort | xargs -d '\\n' cat | sha256sum | cut -c1-16. Without git the same paths are walked,
+    leaving out what a build puts there.
     """
     paths: list[str] = []
     if (root / ".git").exists() and shutil.which("git"):

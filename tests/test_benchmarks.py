@@ -58,10 +58,12 @@ def test_sources_hash_with_and_without_git(modules: Namespace, tmp_path: Path) -
     without_git = modules.report.sources_hash(tmp_path)
     (tmp_path / "csrc" / "verify" / "cpu.cpp").write_text("changed")
     assert modules.report.sources_hash(tmp_path) != without_git
+    kernels = [file for file in (ROOT / "vegas_ops").rglob("*.py") if "@triton.jit" in file.read_text()]
+    assert kernels and {file.relative_to(ROOT).as_posix() for file in kernels} <= {*modules.report.SOURCES}
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     command = (
-        "git ls-files -co --exclude-standard csrc vegas_ops/ops.py CMakeLists.txt | LC_ALL=C sort "
+        f"git ls-files -co --exclude-standard {' '.join(modules.report.SOURCES)} | LC_ALL=C sort "
         "| xargs -d '\\n' cat | sha256sum | cut -c1-16"
     )
     by_hand = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True).stdout.strip()
