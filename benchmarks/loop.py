@@ -1,8 +1,8 @@
 """A batch of long texts continued plainly and with drafts: tokens per second, acceptance, identity.
 
 Every request continues the texts at another place. All runs share the prompts' pages; what is timed is
-decoding alone, from the first token of all on to the end of the first output, after a short run of the
-same kind. No token ends an output early. With --random-weights a large model's shape is timed: its
+decoding alone, from the first token of all on to the end of the first output, after a run of the
+same kind and length. No token ends an output early. With --random-weights a large model's shape is timed: its
 outputs mean nothing and its acceptance is replayed from the paper's figures.
 """
 
@@ -299,7 +299,6 @@ def run_batch(
     )  # fmt: skip
     plain: list[Request] = []
     plain_us, unexplained = 0.0, 0
-    decode_together(decoder, held, min(new_tokens, 16), gamma=0)  # what comes first is slow
     for name in ("plain", *arguments.policies):
         if isinstance(model, ReplayedModel):
             model.replay(PAPER_TOKENS.get(name, PAPER_TOKENS["vegas"]), PAPER_GAMMA)
@@ -316,7 +315,8 @@ def run_batch(
         options: dict[str, Any] = {"gamma": gamma, "ratio": ratio, "sampling": sampling}
         if gamma:
             options["policy"] = POLICIES[name]
-        decode_together(decoder, held, min(new_tokens, 3 * gamma + 8), **options)  # captures graphs, too
+        # As long as what is timed: texts that outgrow a power of 2 take other graphs, which are captured then.
+        decode_together(decoder, held, new_tokens, **options)
         decoded = decode_together(decoder, held, new_tokens, **options)
         requests, record = decoded.requests, measure(decoded)
         if not gamma:

@@ -210,7 +210,7 @@ def tune(
                 "policy": policy, "gamma": gamma, "ratio": ratio, "min_tokens": min_tokens,
                 "sampling": sampling or SamplingParams(),
             }  # fmt: skip
-            decode_together(decoder, prompts, min(new_tokens, 3 * (gamma + 1) + 1), **options)
+            decode_together(decoder, prompts, new_tokens, **options)
             runs = [decode_together(decoder, prompts, new_tokens, **options) for _ in range(repeats)]
             speeds = [decoded.tokens_per_second for decoded in runs]
             s = [request.statistics for decoded in runs for request in decoded.requests]
