@@ -14,6 +14,7 @@ from vegas_ops.speculative.round import Round
 
 _REPLAYS = 10
 _PROFILED = 3  # replays of a phase under the profiler
+_PHASED = 3  # steps until the phases that run in one graph are captured one by one
 
 
 def short(name: str) -> str:
@@ -32,7 +33,7 @@ def phases(
     accounts: dict[str, dict[str, Any]] = {}
     for (phase, modes), graph in rounds[-1]._graphs.items() if rounds else ():
         # Two phases would move the requests on; a first selection's graph is not the loop's.
-        if phase in ("advance", "cycle") or any(mode.first for mode in modes):
+        if phase in ("advance", "turn") or any(mode.first for mode in modes):
             continue
         times = []
         for _ in range(_REPLAYS):
@@ -89,11 +90,12 @@ def iteration(
     """Launches of one iteration by kernel (count, microseconds in all), the phases' replays, where their
     time goes, and the host's time: that of a step but for its wait for the device."""
     waits: list[float] = []
-    # Four steps before it counts, then timed ones, then profiled ones; all requests should live that long.
+    # Four steps before it counts, timed ones, profiled ones, and some of which each phase is a graph; all
+    # requests should live that long.
     most = (options.get("gamma", 0) + 1) * decoder.read_every  # tokens of a step
     room = decoder.max_position - max(len(prompt.prompt) for prompt in held)
-    steps = max(min(steps, (room // most - 4) // 2), 1)
-    room = min((4 + 2 * steps) * most + 8, room)
+    steps = max(min(steps, (room // most - 4 - _PHASED) // 2), 1)
+    room = min((4 + 2 * steps + _PHASED) * most + 8, room)
     requests = [
         decoder.add(Request(p.prompt, max_new_tokens=room, share_prefix_with=p, **options)) for p in held
     ]
@@ -116,7 +118,6 @@ def iteration(
     finally:
         for name, read in reads.items():
             setattr(Round, name, read)
-    replayed, accounts = phases(decoder, len(held), options.get("gamma", 0))
     activities = [torch.profiler.ProfilerActivity.CUDA]
     before = done()
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
@@ -124,6 +125,12 @@ def iteration(
             decoder.step()
         torch.cuda.synchronize()
     profiled = max(done() - before, 1)
+    decoder._unread.settle()
+    decoder.profile = True
+    for _ in range(_PHASED):
+        decoder.step()
+    decoder.profile = False
+    replayed, accounts = phases(decoder, len(held), options.get("gamma", 0))
     for request in requests:
         decoder.abort(request)
     counts: Counter[str] = Counter()

@@ -35,8 +35,9 @@ def ended_in_turn(model) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 5])
+@pytest.mark.parametrize("turns", [1, 5])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda p: p.name)
-def test_unread_iterations_decode_the_same(model, policy, gamma):
+def test_unread_iterations_decode_the_same(model, policy, turns, gamma):
     """Ends by length and by stop tokens, at different times; drafts are accepted alike, iteration by
     iteration, so the device's budgets, tails and lists are the host's."""
     output, stop = ended_in_turn(model)
@@ -51,7 +52,7 @@ def test_unread_iterations_decode_the_same(model, policy, gamma):
 
     read, alone = requests(), requests()
     decoder_of(model).generate(read)
-    decoder = unread(model, 5, page_size=2)
+    decoder = unread(model, turns, page_size=2)
     decoder.generate(alone)
     for a, b in zip(read, alone, strict=True):
         assert a.output == b.output
@@ -89,8 +90,9 @@ def test_the_device_plans_as_the_host_does(model, monkeypatch):
     assert checked > 8
 
 
-def test_sampled_unread_iterations(model):
-    assert unread(model, 4).generate(sampled_requests()) == decoder_of(model).generate(sampled_requests())
+@pytest.mark.parametrize("turns", [1, 4])
+def test_sampled_unread_iterations(model, turns):
+    assert unread(model, turns).generate(sampled_requests()) == decoder_of(model).generate(sampled_requests())
 
 
 def test_the_host_reads_seldom_and_a_block_behind(model, monkeypatch):
@@ -113,7 +115,7 @@ def test_the_host_reads_seldom_and_a_block_behind(model, monkeypatch):
     # Blocks of 8, and of what is left at the end: 30 tokens in all.
     assert reads == [("read", 8), ("read", 8), ("read", 8), ("read", 6)]
     first = events.index(("read", 8))
-    assert events[:first].count("cycle") == 16, "the second block was launched before the first was read"
+    assert events[:first].count("turn") == 16, "the second block was launched before the first was read"
 
 
 def test_a_stream_has_what_an_abort_read(model):
@@ -194,7 +196,7 @@ def test_random_batches(model, seed):
     rng = random.Random(seed)
     cache = decoder_of(model, num_tokens=rng.choice([260, 900]), page_size=rng.choice([1, 4])).cache
     cost = rng.choice([None, 0.2, 1.0])
-    decoder = SpeculativeDecoder(model, cache, read_every=rng.choice([2, 3, 5, 8]), draft_cost=cost)
+    decoder = SpeculativeDecoder(model, cache, read_every=rng.choice([1, 2, 3, 8]), draft_cost=cost)
     decoder.fixed_shapes = True
     policies = [*POLICIES.values(), Vegas(refresh=3)]
     plain = decoder_of(model).generate([Request(p, gamma=0, max_new_tokens=60) for p in PROMPTS])
@@ -299,5 +301,5 @@ def test_unread_graphs(cuda, gamma, temperature):
         decoder.run()
         outputs.append([request.output for request in batch])
         if turns > 1:
-            assert any(phase == "cycle" for r in decoder._rounds.values() for phase, _ in r._graphs)
+            assert any(phase == "turn" for r in decoder._rounds.values() for phase, _ in r._graphs)
     assert outputs[0] == outputs[1]

@@ -311,7 +311,7 @@ def advance(round: Round, fields: dict[str, int]) -> None:
     block = triton.next_power_of_2(max(min(batch, _BLOCK), 16)) if round.turns == 1 else 16
     _advance_kernel[(triton.cdiv(batch, block),)](
         round.values, round.table, round.result, round.ratios, round.least_tokens, round.stops, round.log,
-        round.turn, batch, round.table.shape[1],
+        round.turn_of, batch, round.table.shape[1],
         STEPS=round.shape.steps, COLUMNS=triton.next_power_of_2(round.shape.steps + 3), TURNS=round.turns,
         STOPS=round.stops.shape[1], BLOCK=block, LENGTHS=fields["lengths"], LISTED=fields["listed"],
         TAILS=fields["tails"], KEYS=fields["keys"], DRAFTS=fields["num_drafts"], Q_LENS=fields["q_lens"],

@@ -29,14 +29,13 @@ from vegas_ops.speculative.model import Model, layer_attention, selecting_layers
 from vegas_ops.speculative.request import FinishReason, Request
 from vegas_ops.speculative.round import Round
 from vegas_ops.speculative.selection import Policy
-from vegas_ops.speculative.shapes import GroupShape, Mode, RoundShape
+from vegas_ops.speculative.shapes import RARE, GroupShape, Mode, RoundShape
 from vegas_ops.speculative.unread import Unread
 
 MAX_ROUNDS = 32  # shapes whose buffers and graphs are kept
 MIN_KEYS = 1024  # the least bound on keys
 MAX_MISSES = 1024  # shapes without a round whose iterations are counted
 ADAPT_EVERY = 8  # iterations
-RARE = 32  # iterations of a shape that a larger one serves
 
 OnPrompt = Callable[[Request, int, int], None]
 
@@ -56,10 +55,10 @@ class SpeculativeDecoder:
     `logits_processor` or a forced text run eagerly. batch_invariant: the attention of a verification
     has the same bits whatever else is in the batch; with a model whose other layers are like that,
     greedy output on a GPU is plain decoding's to the bit, too.
-    read_every: iterations of a `step`, where the batch allows it: the device goes through them alone,
-    and the host reads their tokens while the device goes through the next ones. Ends, too, are found by
-    the device (lengths, and up to `MAX_STOPS` stop tokens; a request with more, or with stop sequences, is
-    computed in vain until the host reads). It takes fixed shapes, and policies that select at every
+    read_every: on a GPU, iterations of a block, where the batch allows blocks: the device goes through one
+    alone while the host reads the tokens of the block before; a `step` gives a block's. Ends, too, are found
+    by the device (lengths, and up to `MAX_STOPS` stop tokens; a request with more, or with stop sequences, is
+    computed in vain until the host reads). Blocks take fixed shapes, and policies that select at every
     verification or never again.
     draft_cost: the time of a draft step over that of a verification; rounds then make as many drafts, up
     to each request's gamma, as pay by the acceptance so far. None: always gamma.
@@ -186,7 +185,7 @@ class SpeculativeDecoder:
             self._admit()
             self._adapt()
             requests = self._reserve()
-            turns = self._unread.turns(requests) if self.read_every > 1 and self._pages_ahead else 0
+            turns = self._unread.turns(requests) if self._pages_ahead else 0
             if turns:
                 self._unread.launch(requests, turns)
                 return late + self._unread.step()
@@ -311,6 +310,7 @@ class SpeculativeDecoder:
     def _fixed_round(self, shape: RoundShape) -> Round:
         """The round of this shape; as long as the shape is rare, a larger one where there is one:
         a new shape runs eagerly and is captured, which takes as long as many replays."""
+        wanted = shape
         if shape not in self._rounds:
             if len(self._misses) >= MAX_MISSES:
                 self._misses.clear()
@@ -320,6 +320,7 @@ class SpeculativeDecoder:
                 shape = min(larger, key=lambda known: known.batch)
         r = self._rounds.pop(shape, None) or self._new_round(shape)
         self._rounds[shape] = r
+        r.wanted = wanted
         if len(self._rounds) > MAX_ROUNDS:
             del self._rounds[next(iter(self._rounds))]  # the one that has not run for longest
         return r

@@ -39,10 +39,10 @@ from vegas_ops.speculative.sampling import (
     probabilities,
     uniform,
 )
-from vegas_ops.speculative.selection import Selection
+from vegas_ops.speculative.selection import Selection, plans_tensors
 from vegas_ops.speculative.shapes import Mode, RoundShape
 
-Phase = Literal["draft", "verify", "select", "advance", "cycle"]
+Phase = Literal["draft", "verify", "select", "advance", "turn"]
 MAX_STOPS = 8  # token ids that the device ends a request at; the host knows all of them
 
 
@@ -104,6 +104,7 @@ class Round:
         turns: int = 1,
     ) -> None:
         self.model, self.cache, self.shape, device = model, cache, shape, cache.device
+        self.wanted = shape  # by its requests, for which this one may be too large
         self.batch_invariant, self.turns = batch_invariant, turns
         batch, steps = shape.batch, shape.steps
         width, pinned = max(steps + 1, *(g.max_rows for g in shape.groups)), device.type == "cuda"
@@ -139,7 +140,8 @@ class Round:
         self.stops = torch.full((batch, MAX_STOPS), _NO_TOKEN, dtype=torch.int64, device=device)
         self._rules: list[tuple[float, int, tuple[int, ...]]] = []
         self.log = self.result.new_zeros((turns if turns > 1 else 0, *self.result.shape))
-        self.turn = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.turn_of = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._logged = 0  # where the next result goes in the log: what is in turn_of
         self._read_log = torch.zeros_like(self.log, device="cpu", pin_memory=pinned)
         self.kernels = bookkeeping.available(device)
         rows_in_all = sum(g.rows for g in shape.groups)
@@ -308,7 +310,7 @@ class Round:
     def run(self, phase: Phase, pool: Any) -> None:
         """Runs a phase; with a memory pool for graphs: eagerly at first, which warms it up, captured
         at its second time, then replayed."""
-        key = (phase, self.modes if phase in ("verify", "select", "cycle") else ())
+        key = (phase, self.modes if phase in ("verify", "select", "turn") else ())
         if pool is None or not self._runs[key]:
             getattr(self, phase)()
         else:
@@ -319,6 +321,8 @@ class Round:
                 self._graphs[key] = graph
             self._graphs[key].replay()
         self._runs[key] += 1
+        if phase in ("advance", "turn"):
+            self._logged = (self._logged + 1) % self.turns
 
     def fetch(self) -> None:
         """Starts to copy the result to the host."""
@@ -332,6 +336,12 @@ class Round:
         if self._event is not None:
             self._event.synchronize()
         return [_tokens(line) for line in self._read.tolist()]
+
+    def log_from(self, begin: int) -> None:
+        """Results go to the log from here on."""
+        if self._logged != begin:
+            self.turn_of.fill_(begin)
+            self._logged = begin
 
     def fetch_log(self, begin: int, turns: int) -> None:
         """Starts to copy a part of the log to the host; two may be on their way, from 0 and from later on."""
@@ -490,7 +500,7 @@ class Round:
             self._advance()
         if self.turns > 1:
             for group, mode in zip(self.groups, self.modes, strict=True):
-                if mode.selects:
+                if mode.selects and plans_tensors(group.policy):
                     rows = group.batch
                     plan = group.policy.plan(self._budgets[rows], self.lengths[rows], False)
                     for row, planned in zip((self._next_listed, self._next_tails), plan, strict=True):
@@ -499,8 +509,8 @@ class Round:
     def _advance(self) -> None:
         if self.turns > 1:
             row = torch.arange(self.shape.batch, device=self.cache.device)
-            self.log[self.turn % self.turns, row] = self.result
-            self.turn += 1
+            self.log[self.turn_of % self.turns, row] = self.result
+            self.turn_of += 1
             emitted = self.result[:, 2:]
             stopped = (emitted[:, :, None] == self.stops[:, None]).any(2).any(1) | (self.result[:, 1] != 0)
             self._limits.masked_fill_(stopped, 0)
@@ -530,16 +540,12 @@ class Round:
             self._tails *= alive
 
     @torch.no_grad()
-    def cycle(self) -> None:
-        """From the drafts to the next drafts; in plain decoding, from a verification to the next."""
-        if not self.shape.steps:
-            self.advance()
+    def turn(self) -> None:
+        """From the drafts to where the next begin; in plain decoding, from a verification to the next."""
+        if self.shape.steps:
             self.verify()
-            return
-        self.verify()
-        self.select()
+            self.select()
         self.advance()
-        self.draft()
 
     @torch.no_grad()
     def select(self) -> None:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from vegas_ops.speculative.selection import Policy
 
+RARE = 32  # iterations of a shape that a larger one serves
+
 
 class Mode(NamedTuple):
     """How a group goes through a verification: its requests had no selection yet; it selects."""

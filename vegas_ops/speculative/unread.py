@@ -1,11 +1,10 @@
 """Blocks of iterations that the device goes through alone, while the host reads the block before.
 
-    device   | block 1        | block 2        | block 3 ...
-    host     launch 1, 2      read 1, launch 3   read 2 ...
+    device   | block 1        | block 2          | block 3 ...
+    host     launch 1, 2      read 1, launch 3   read 2, launch 4 ...
 
-A block is so many replays of one graph, a whole iteration. What the host knows is a block behind: pages
-are reserved for both, nothing is given back before the last one, and a row whose request the host alone
-could end is emptied before its pages can serve another block.
+What the host knows is a block behind: pages are reserved for both, nothing is given back before the last
+one, and a row whose request the host alone could end is emptied before its pages can serve another block.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from vegas_ops.speculative.kv_cache import OutOfPages
 from vegas_ops.speculative.request import Request
 from vegas_ops.speculative.round import Round
 from vegas_ops.speculative.selection import plans_tensors
+from vegas_ops.speculative.shapes import RARE
 
 if TYPE_CHECKING:
     from vegas_ops.speculative.loop import SpeculativeDecoder
@@ -50,11 +50,10 @@ class Unread:
     @property
     def log_turns(self) -> int:
         """Iterations of a round's log."""
-        return 2 * self.decoder.read_every if self.decoder.read_every > 1 else 1
+        return 2 * self.decoder.read_every if self.decoder.fixed_shapes else 1
 
     def turns(self, requests: Sequence[Request], behind: int = 0) -> int:
-        """Iterations of a next block, with pages for all of them; behind: of the block in flight. At most 1:
-        none."""
+        """Iterations of a next block, with pages for all of them; behind: of the block in flight."""
         decoder = self.decoder
         if not requests or any(q.logits_processor or q.forced_tokens is not None for q in requests):
             return 0
@@ -68,7 +67,7 @@ class Unread:
         rates = [max(q.statistics.tokens_per_iteration, 1.0) for q in requests]
         needed = max(math.ceil(n / rate) for n, rate in zip(left, rates, strict=True)) - behind
         turns = min(decoder.read_every, needed)
-        if turns < 2:
+        if turns < 1:
             return 0
         for request, most, n in zip(requests, left, drafts, strict=True):
             assert request.sequence is not None
@@ -90,10 +89,12 @@ class Unread:
         self._launch(r, pool, tuple(requests), turns, 0)
 
     def _launch(self, r: Round, pool: Any, requests: tuple[Request, ...], turns: int, begin: int) -> None:
-        r.turn.fill_(begin)
-        for _ in range(turns):
-            r.run("cycle", pool)
-        r.fetch_log(begin, turns)
+        r.log_from(begin)
+        for turn in range(1, turns + 1):
+            r.run("turn", pool)
+            if turn == turns:
+                r.fetch_log(begin, turns)
+            r.run("draft" if r.shape.steps else "verify", pool)
         self.decoder._ahead = r
         self.decoder._since += turns
         drafts = tuple(request.most_drafts for request in requests)
@@ -122,14 +123,19 @@ class Unread:
         return late
 
     def _next_turns(self, block: Block) -> int:
-        """Iterations of the block after the one in flight; 0: others join, the batch has halved, another
-        number of drafts is wanted, or texts outgrow the round."""
+        """Iterations of the block after the one in flight; 0: others join, the batch has halved or should
+        have a round of its size, another number of drafts is wanted, or texts outgrow the round."""
         decoder, running = self.decoder, self.decoder.running
         known = set(block.requests)
         if decoder.waiting or not all(request in known for request in running):
             return 0
         if 2 * len(running) <= len(block.requests) and len(block.requests) > 1:
             return 0
+        wanted = block.round.wanted
+        if wanted != block.round.shape:
+            decoder._misses[wanted] += block.turns
+            if decoder._misses[wanted] > RARE:
+                return 0
         if block.drafts != tuple(request.most_drafts for request in block.requests):
             return 0
         turns = self.turns(running, block.turns)
