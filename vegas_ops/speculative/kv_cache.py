@@ -56,16 +56,26 @@ def _power_of_2(n: int) -> int:
 
 
 class CacheSequence:
-    """The pages of one request. `length` counts the tokens whose K and V are valid, `changes` those of
-    the table."""
+    """The pages of one request. `length` counts the tokens whose K and V are valid, `cuts` how often pages
+    were given back."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
         self.pages: list[int] = []
         self.length = 0
-        self.changes = 0
+        self.cuts = 0
         max_pages = cache._pages_of(cache.max_length)
-        self.table = torch.full((max_pages,), -1, dtype=torch.int32, device=cache.device)
+        self._table = torch.full((max_pages,), -1, dtype=torch.int32, device=cache.device)
+        self._listed = 0  # pages in the table
+
+    @property
+    def table(self) -> Tensor:
+        """The pages on the cache's device, (max_pages,) int32, -1 beyond them."""
+        begin, end = self._listed, len(self.pages)
+        if begin < end:
+            self._table[begin:end] = to_device(self.pages[begin:], torch.int32, self.cache.device)
+            self._listed = end
+        return self._table
 
 
 class PagedKVCache:
@@ -154,9 +164,8 @@ class PagedKVCache:
         sequence = self.new_sequence()
         for page in shared:
             self._users[page] += 1
-        sequence.pages = list(shared)
-        sequence.table[: len(shared)] = source.table[: len(shared)]
-        sequence.changes += 1
+        sequence.pages, sequence._listed = list(shared), len(shared)
+        sequence._table[: len(shared)] = source.table[: len(shared)]
         sequence.length = len(shared) * self.page_size
         return sequence
 
@@ -173,8 +182,6 @@ class PagedKVCache:
         for page in fresh:
             self._users[page] = 1
         sequence.pages += fresh
-        sequence.changes += 1
-        sequence.table[have:need] = to_device(fresh, torch.int32, self.device)
 
     def truncate(self, sequence: CacheSequence, length: int, kept: int | None = None) -> None:
         """Rolls back (or commits) to `length` tokens and gives back the pages beyond them, or beyond
@@ -187,8 +194,9 @@ class PagedKVCache:
             if self._users[page] == 0:
                 self._free.append(page)
         if keep < len(sequence.pages):
-            sequence.changes += 1
-            sequence.table[keep : len(sequence.pages)] = -1
+            sequence.cuts += 1
+            sequence._table[keep : sequence._listed] = -1
+            sequence._listed = min(sequence._listed, keep)
             del sequence.pages[keep:]
         sequence.length = length
 

@@ -124,7 +124,7 @@ class Round:
         pages = -(-shape.max_keys // cache.page_size)
         self.block_table = torch.full((batch, pages), -1, dtype=torch.int32, device=device)
         self._no_pages = CacheSequence(cache)
-        self._tables: list[tuple[CacheSequence, int]] = []  # what lies in block_table
+        self._tables: list[tuple[CacheSequence, int, int]] = []  # what lies in block_table
         self.sampling = SamplingBatch([SamplingParams(temperature=float(not shape.greedy))] * batch, device)
         self.sampling.filtered = shape.filtered
         sampled_steps = 0 if shape.greedy else steps
@@ -259,11 +259,22 @@ class Round:
             _sequence(request) if request is not None and request in present else self._no_pages
             for request in self.requests
         ]
-        tables = [(sequence, sequence.changes) for sequence in sequences]
-        if tables != self._tables:
-            width = self.block_table.shape[1]
+        tables = [(sequence, sequence.cuts, len(sequence.pages)) for sequence in sequences]
+        if tables == self._tables:
+            return
+        width = self.block_table.shape[1]
+        if [table[:2] for table in tables] != [table[:2] for table in self._tables]:
             torch.stack([sequence.table[:width] for sequence in sequences], out=self.block_table)
-            self._tables = tables
+        else:  # one upload for the pages that came
+            new = [
+                (row * width + place, now[0].pages[place])
+                for row, (now, before) in enumerate(zip(tables, self._tables, strict=True))
+                for place in range(before[2], min(now[2], width))
+            ]
+            if new:
+                places, pages = to_device(list(zip(*new, strict=True)), torch.int32, self.cache.device)
+                self.block_table.view(-1)[places] = pages
+        self._tables = tables
 
     def _load_rules(self, rows: Sequence[Request | None]) -> None:
         """What the device goes by while the host does not read."""
