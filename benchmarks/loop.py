@@ -1,9 +1,9 @@
 """A batch of long texts continued plainly and with drafts: tokens per second, acceptance, identity.
 
 Every request continues the texts at another place. All runs share the prompts' pages; what is timed is
-decoding alone, from the first token of all on to the end of the first output, after a run of the
-same kind and length. No token ends an output early. With --random-weights a large model's shape is timed: its
-outputs mean nothing and its acceptance is replayed from the paper's figures.
+decoding alone, from the first token of all on to the last step in which no output ends, after a run of
+the same kind and length. No token ends an output early. With --random-weights a large model's shape is
+timed: its outputs mean nothing and its acceptance is replayed from the paper's figures.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def run_batch(
         options: dict[str, Any] = {"gamma": gamma, "ratio": ratio, "sampling": sampling}
         if gamma:
             options["policy"] = POLICIES[name]
-        # As long as what is timed: texts that outgrow a power of 2 take other graphs, which are captured then.
+        # As long as what is timed: texts that outgrow a power of 2 take other graphs, captured then.
         decode_together(decoder, held, new_tokens, **options)
         decoded = decode_together(decoder, held, new_tokens, **options)
         requests, record = decoded.requests, measure(decoded)

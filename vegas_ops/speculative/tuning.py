@@ -99,8 +99,9 @@ def _fields_of(record: type, values: Any) -> dict[str, Any]:
 
 class Decoded(NamedTuple):
     """Requests that were decoded together, and the speed while all of them ran: tokens emitted from
-    each one's first token to the end of the first one to end, over the seconds until they were read. steps:
-    the same of every step, by the host's clock; iterations: in all of them."""
+    each one's first token to the last step in which none ended, over the seconds until they were read. (To
+    end takes the host time: pages are given back one by one. Where the first step ends one, it counts.)
+    steps: the same of every step, by the host's clock; iterations: in all of them."""
 
     requests: list[Request]
     tokens: int
@@ -126,7 +127,7 @@ def decode_together(
     decoder.step()
     # Not when the device has done what goes ahead of the first iteration: that is a part of it.
     start = time.perf_counter()
-    steps, last = [], start
+    steps, last, iterations = [], start, 0
     with no_garbage_collection():
         while not any(request.finished for request in requests):
             if decoder.waiting:
@@ -136,10 +137,11 @@ def decode_together(
                     f"`prompts` must all run at a time, got {len(requests)}, too many for the cache"
                 )
             new = sum(len(tokens) for _, tokens in decoder.step())
-            steps.append((new, time.perf_counter() - last))
-            last += steps[-1][1]
+            now = time.perf_counter()
+            if not steps or not any(request.finished for request in requests):
+                steps.append((new, now - last))
+                last, iterations = now, max(request.statistics.iterations for request in requests)
     seconds = last - start
-    iterations = max(request.statistics.iterations for request in requests)
     decoder.run()
     for request in requests:
         if request.finish_reason == "error":
