@@ -15,7 +15,7 @@
 
 namespace vegas_ops::hopper {
 
-constexpr float kReferenceSlack = 8.0f;  // log2 units: weights stay below 2^8
+constexpr float kMostWeight = 4096.0f;  // of a lane's keys of a tile together, relative to the row's reference
 
 // A warpgroup that owns 64 packed rows.
 template <class T>
@@ -26,7 +26,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
   using Mma = typename T::Mma;
   const int group = cutlass::canonical_warp_group_idx() - 1;
   const int thread = threadIdx.x % kGroupThreads;
-  const int warp = thread / 32;
+  const int warp = cutlass::canonical_warp_idx_sync() % kGroupWarps;
   const int lane = thread % 32;
 
   typename T::QkMma qk;
@@ -67,9 +67,9 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     warpgroup_fence_operand(weights);
     multiply_tiles(pv, weights, thread_pv.partition_fragment_B(tile), output, GMMA::ScaleOut::One);
   };
-  // Rows that cp.async wrote are handed over to the tensor cores; boxes come through their own proxy.
-  const auto hand_over = [&](int stage) {
-    if (boxes.box == 0 || !shared.valid[stage].all()) cutlass::arch::fence_view_async_shared();
+  // What cp.async has written is handed over to the tensor cores, unless the loading warp did it.
+  const auto hand_over = [&]() __attribute__((always_inline)) {
+    if (boxes.box == 0) cutlass::arch::fence_view_async_shared();
   };
 
   // Row groups that both have rows issue their products in turns.
@@ -129,30 +129,20 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     // This lane's rows are own_row and 8 further; a row that does not exist is masked like the last.
     const int own_row = first_row + 16 * warp + lane / 4;
     const float scale = p.softmax_scale * portable::descale_of(p.cache.k, s.index, s.kv_head);
-    // Capped or oddly scaled logits are formed before the softmax, not within it.
-    const bool forms_logits = p.softcap > 0.0f || !(scale > 0.0f);
-    const float to_log2 = forms_logits ? kLog2e : scale * kLog2e;
+    // Capped or oddly scaled logits are formed before the softmax, not within it; capped ones in units of the cap.
+    const bool capped = p.softcap > 0.0f;
+    const bool forms_logits = capped || !(scale > 0.0f);
+    const float to_logit = capped ? scale / p.softcap : scale;
+    const float to_log2 = capped ? p.softcap * kLog2e : forms_logits ? kLog2e : scale * kLog2e;
     float reference[2] = {-INFINITY, -INFINITY};  // of the weights, log2 units
     float base[2] = {0.0f, 0.0f};                 // it, or 0 of a row that has seen no key yet
     float sum[2] = {0.0f, 0.0f};                  // of this lane's columns
-    float rescale[2];
-    bool moved = false;
     clear(output);
     clear(weights);  // of rows that are not in use
     const int first_full_key = s.request.first_full_key;
     const int last_full_key = s.request.last_full_key;
-    // Scales, caps and masks the scores of a tile; most tiles of most calls need none of it.
-    const float cap = p.softcap;
-    const float to_cap = p.softcap > 0.0f ? 2.0f * kLog2e / p.softcap : 0.0f;
-    const auto finish_logits = [&](int first_key, const KeyMask<T::kTileKeys>& valid) __attribute__((always_inline)) {
-      if (forms_logits) {
-#pragma unroll
-        for (int c = 0; c < kScores; ++c) {
-          float logit = scores(c) * scale;
-          if (p.softcap > 0.0f) logit = cap * capped_share(logit * to_cap);
-          scores(c) = logit;
-        }
-      }
+    // Most tiles of most calls need none of it.
+    const auto mask_scores = [&](int first_key, const KeyMask<T::kTileKeys>& valid) __attribute__((always_inline)) {
       // Keys of this lane's columns that a row sees, relative to its first column.
       int first_seen[2];
       int last_seen[2];
@@ -171,118 +161,130 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
         if (!exists || column < first_seen[i] || column > last_seen[i]) scores(c) = -INFINITY;
       }
     };
-    // Turns scores into weights relative to a reference that is at most 2^8 below the running maximum: it moves, and
-    // the output with it, only when it must.
+    float added[2];  // weights of this lane's columns
+    float parts[2][2];
+    constexpr int kEarly = T::kEarlyWeights;
+    uint32_t early[kEarly];
+    const auto clear_parts = [&]() __attribute__((always_inline)) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) parts[i][j] = 0.0f;
+      }
+    };
+    // Words [begin, end) of the weights, and their sums.
+    const auto weigh_scores = [&](int begin, int end, uint32_t* words) __attribute__((always_inline)) {
+#pragma unroll
+      for (int word = begin; word < end; ++word) {
+        const int i = word % 2;
+        float weight[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          weight[j] = exp2_approx(fmaf(scores(2 * word + j), to_log2, -base[i]));
+          parts[i][j] += weight[j];
+        }
+        words[word - begin] = portable::pack<Element>(weight[0], weight[1]);
+      }
+    };
+    // Weights are relative to a reference that moves, and the output with it, only when they are too large for it:
+    // then they are made anew.
     const auto weigh = [&]() __attribute__((always_inline)) {
-      float top[2][2];
+      uint32_t* packed = reinterpret_cast<uint32_t*>(weights.data());
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int word = 0; word < kEarly; ++word) packed[word] = early[word];
+      weigh_scores(kEarly, kScores / 2, packed + kEarly);
+      bool exceeds[2];
 #pragma unroll
-        for (int j = 0; j < 2; ++j) top[i][j] = scores(2 * i + j);
-      }
+      for (int i = 0; i < 2; ++i) added[i] = parts[i][0] + parts[i][1];
 #pragma unroll
-      for (int n = 1; n < kScores / 4; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) top[i][j] = fmaxf(top[i][j], scores(4 * n + 2 * i + j));
-        }
-      }
-      bool exceeds = false;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        top[i][0] = fmaxf(top[i][0], top[i][1]);
-        exceeds = exceeds || top[i][0] * to_log2 > reference[i] + kReferenceSlack;
-      }
-      moved = __any_sync(0xffffffffu, exceeds);
-      if (moved) {
+      for (int i = 0; i < 2; ++i) exceeds[i] = added[i] > kMostWeight || reference[i] == -INFINITY;
+      if (__any_sync(0xffffffffu, exceeds[0] || exceeds[1])) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+          float top = -INFINITY;
+          int moves = exceeds[i];
 #pragma unroll
-          for (int step = 1; step < 4; step *= 2)
-            top[i][0] = fmaxf(top[i][0], __shfl_xor_sync(0xffffffffu, top[i][0], step));
-          const float highest = top[i][0] * to_log2;
-          const bool moves = highest > reference[i] + kReferenceSlack;
+          for (int c = 2 * i; c < kScores; c += 4) top = fmaxf(top, fmaxf(scores(c), scores(c + 1)));
+#pragma unroll
+          for (int step = 1; step < 4; step *= 2) {
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+            moves |= __shfl_xor_sync(0xffffffffu, moves, step);
+          }
           // A row that has seen no key yet keeps -inf, which must not meet -inf in a difference.
+          const float highest = top * to_log2;
+          if (!(highest > reference[i])) moves = 0;
           if (moves) base[i] = highest;
-          rescale[i] = moves ? exp2_approx(reference[i] - base[i]) : 1.0f;
+          const float factor = moves ? exp2_approx(reference[i] - base[i]) : 1.0f;
           if (moves) reference[i] = highest;
-          sum[i] *= rescale[i];
-        }
-      }
-      float added[2][2] = {};
+          sum[i] *= factor;
 #pragma unroll
-      for (int n = 0; n < kScores / 4; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            float& x = scores(4 * n + 2 * i + j);
-            x = exp2_approx(fmaf(x, to_log2, -base[i]));
-            added[i][j] += x;
+          for (int c = 2 * i; c < kOutputs; c += 4) {
+            output(c) *= factor;
+            output(c + 1) *= factor;
           }
         }
+        clear_parts();
+        weigh_scores(0, kScores / 2, packed);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) added[i] = parts[i][0] + parts[i][1];
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) sum[i] += added[i][0] + added[i][1];
+      for (int i = 0; i < 2; ++i) sum[i] += added[i];
     };
     if (s.first_tile < s.end_tile) {
+      int first_key = s.template key_of<T::kTileKeys>(s.first_tile);
+      const int last_key = s.template key_of<T::kTileKeys>(s.end_tile - 1);  // first of the last tile
       wait_barrier(shared.keys_full[ring.stage], ring.phase);
-      hand_over(ring.stage);
+      bool whole = shared.valid[ring.stage].all();
+      hand_over();
       multiply_keys(ring.stage);
       warpgroup_wait<0>();
       warpgroup_fence_operand(scores);
-      int first_key = s.template key_of<T::kTileKeys>(s.first_tile);
-      const int last_key = s.template key_of<T::kTileKeys>(s.end_tile - 1);  // first of the last tile
-      int previous = -1;                                                     // stage whose values are being accumulated
+      int stage;
+      uint32_t phase;
+      int previous = -1;  // stage whose values are being accumulated
       while (true) {
-        // One tile: its weights, while the values of the tile before are accumulated, then the scores of the next.
-        const int stage = ring.stage;
-        const uint32_t phase = ring.phase;
-        const KeyMask<T::kTileKeys> valid = shared.valid[stage];
-        const bool plain = !forms_logits && valid.all() && first_key >= first_full_key &&
-                           first_key + T::kTileKeys - 1 <= last_full_key;
-        const bool gathered = boxes.box == 0 || !valid.all();
+        // One tile: its weights, then the scores of the next and what the weights make of its values. Other row groups,
+        // or another CTA, keep the tensor cores busy meanwhile.
+        stage = ring.stage;
+        phase = ring.phase;
+        if (warp_in_use) {
+          if (forms_logits) form_logits(scores, to_logit, capped);
+          if (!whole || first_key < first_full_key || first_key + T::kTileKeys - 1 > last_full_key) {
+            mask_scores(first_key, shared.valid[stage]);
+          }
+        }
         arrive_barrier(shared.keys_empty[stage]);
         if (warp_in_use) {
-          if (!plain) finish_logits(first_key, valid);
-          weigh();
+          clear_parts();
+          weigh_scores(0, kEarly, early);
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(output);
         if (previous >= 0) arrive_barrier(shared.values_empty[previous]);
         previous = stage;
-        if (warp_in_use) {
-          if (moved) {
-#pragma unroll
-            for (int c = 0; c < kOutputs; ++c) output(c) *= rescale[c / 2 % 2];
-          }
-          uint32_t* packed = reinterpret_cast<uint32_t*>(weights.data());
-#pragma unroll
-          for (int c = 0; c < kScores; c += 2) packed[c / 2] = portable::pack<Element>(scores(c), scores(c + 1));
-        }
+        if (warp_in_use) weigh();
         ring.advance();
-        if (first_key >= last_key) {
-          wait_barrier(shared.values_full[stage], phase);
-          if (gathered) cutlass::arch::fence_view_async_shared();
-          break;
-        }
+        if (first_key >= last_key) break;
         first_key += T::kTileKeys;
         wait_barrier(shared.keys_full[ring.stage], ring.phase);
-        hand_over(ring.stage);
+        whole = shared.valid[ring.stage].all();
+        hand_over();
         await_turn(both);
         multiply_keys(ring.stage);
         wait_barrier(shared.values_full[stage], phase);
-        if (gathered) cutlass::arch::fence_view_async_shared();
+        hand_over();
         accumulate_values(stage);
         pass_turn(both);
         warpgroup_wait<1>();
         warpgroup_fence_operand(scores);
       }
-      accumulate_values(previous);
+      wait_barrier(shared.values_full[stage], phase);
+      hand_over();
+      accumulate_values(stage);
       warpgroup_wait<0>();
       warpgroup_fence_operand(output);
-      arrive_barrier(shared.values_empty[previous]);
+      arrive_barrier(shared.values_empty[stage]);
     }
 
 #pragma unroll

@@ -78,9 +78,11 @@ class ColumnAttention {
         wait_barrier(rows_.guides_ready, guides_phase_);
         guides_phase_ ^= 1;
       }
-      scale_ = p_.softmax_scale * portable::descale_of(p_.cache.k, s.index, s.kv_head);
-      forms_logits_ = p_.softcap > 0.0f || !(scale_ > 0.0f);
-      to_log2_ = forms_logits_ ? kLog2e : scale_ * kLog2e;
+      const float scale = p_.softmax_scale * portable::descale_of(p_.cache.k, s.index, s.kv_head);
+      capped_ = p_.softcap > 0.0f;
+      forms_logits_ = capped_ || !(scale > 0.0f);
+      to_logit_ = capped_ ? scale / p_.softcap : scale;
+      to_log2_ = capped_ ? p_.softcap * kLog2e : forms_logits_ ? kLog2e : scale * kLog2e;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) sum_[c] = 0.0f;
       cute::clear(output_);
@@ -158,9 +160,10 @@ class ColumnAttention {
     cute::warpgroup_fence_operand(scores_);
     while (true) {
       // One tile: its weights, while the values of the tile before are accumulated, then the scores of the next.
-      const bool plain = !forms_logits_ && loaded_keys_.all && first_key >= first_full_key &&
-                         first_key + T::kTileKeys - 1 <= last_full_key;
-      if (!plain) finish_logits(first_key);
+      if (forms_logits_) form_logits(scores_, to_logit_, capped_);
+      if (!loaded_keys_.all || first_key < first_full_key || first_key + T::kTileKeys - 1 > last_full_key) {
+        mask_scores(first_key);
+      }
       bool moves = weigh();
       cutlass::arch::fence_view_async_shared();
       cute::warpgroup_wait<0>();
@@ -298,17 +301,8 @@ class ColumnAttention {
     }
   }
 
-  // Scales, caps and masks the scores of a tile; most tiles of most calls need none of it.
-  __device__ __forceinline__ void finish_logits(int first_key) {
-    if (forms_logits_) {
-      const float to_cap = p_.softcap > 0.0f ? 2.0f * kLog2e / p_.softcap : 0.0f;
-#pragma unroll
-      for (int c = 0; c < kScores; ++c) {
-        float logit = scores_(c) * scale_;
-        if (p_.softcap > 0.0f) logit = p_.softcap * capped_share(logit * to_cap);
-        scores_(c) = logit;
-      }
-    }
+  // Most tiles of most calls need none of it.
+  __device__ __forceinline__ void mask_scores(int first_key) {
     const int key = first_key + 16 * warp_ + lane_ / 4;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -325,7 +319,7 @@ class ColumnAttention {
   // Leaves the weights of the scores in shared memory; true where one is too large for the reference.
   __device__ __forceinline__ bool weigh() {
     const int offset = swizzled_offset<T::kRows>(8 * (lane_ / 16) + lane_ % 8, 2 * warp_ + lane_ / 8 % 2);
-    float highest = -INFINITY;
+    int highest = INT_MIN;  // where anything is positive, the bits of a float order as the float does
 #pragma unroll
     for (int pair = 0; pair < T::kRows / 16; ++pair) {
       uint32_t packed[4];
@@ -336,12 +330,13 @@ class ColumnAttention {
         float weight[2][2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
+          float x[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const float x = fmaf(scores_(4 * t + 2 * i + e), to_log2_, e == 0 ? -base.x : -base.y);
-            highest = fmaxf(highest, x);
-            weight[i][e] = exp2_approx(x);
+            x[i] = fmaf(scores_(4 * t + 2 * i + e), to_log2_, e == 0 ? -base.x : -base.y);
+            weight[i][e] = exp2_approx(x[i]);
           }
+          highest = __vimax3_s32(highest, __float_as_int(x[0]), __float_as_int(x[1]));
           added_[2 * t + e] = weight[0][e] + weight[1][e];
         }
 #pragma unroll
@@ -351,7 +346,7 @@ class ColumnAttention {
           packed[0], packed[1], packed[2], packed[3],
           *reinterpret_cast<cute::uint128_t*>(rows_.weights[buffer_] + offset + pair * 16 * 128));
     }
-    return highest > kWeightLimit;
+    return highest > __float_as_int(kWeightLimit);
   }
 
   // Moves the reference of rows whose weights are too large, and their output with it.
@@ -455,8 +450,9 @@ class ColumnAttention {
   int buffer_ = 0;  // of the weights
   // Of a segment.
   bool guided_;
-  bool forms_logits_;  // capped or oddly scaled logits are formed before the softmax, not within it
-  float scale_;
+  bool capped_;
+  bool forms_logits_;  // capped or oddly scaled logits are formed before the softmax; capped ones in units of the cap
+  float to_logit_;
   float to_log2_;
   float sum_[kColumns];    // of this lane's keys
   float added_[kColumns];  // by the last tile

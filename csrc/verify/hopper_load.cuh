@@ -238,7 +238,14 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
       } else {
         gather(false);
       }
-      cutlass::arch::cpasync_barrier_arrive_noinc(full);
+      if (num_boxes > 0) {
+        // A tile among boxes: handed over to the tensor cores here, so that row groups need not look.
+        cute::cp_async_wait<0>();
+        cutlass::arch::fence_view_async_shared();
+        arrive_barrier(*full);
+      } else {
+        cutlass::arch::cpasync_barrier_arrive_noinc(full);
+      }
     }
     if (guess) wrong = !guess_holds();
     if (wrong) {

@@ -54,14 +54,15 @@ struct Traits {
   // One row group leaves room for two CTAs, whose softmax and products then overlap.
   static constexpr int kCtasPerSm = ctas_per_sm(kRowGroups, kHeadDim);
   // Together as many as the threads start with.
-  static constexpr int kProducerRegisters = kCtasPerSm == 2   ? (kHeadDim == 64 ? 96 : 88)
+  static constexpr int kConsumerRegisters = kCtasPerSm == 2   ? (kHeadDim == 64 ? 152 : 144)
                                             : kRowGroups == 1 ? 240
-                                            : kRowGroups == 2 ? 104
-                                                              : 80;
-  static constexpr int kConsumerRegisters = kCtasPerSm == 2   ? (kHeadDim == 64 ? 160 : 168)
-                                            : kRowGroups == 1 ? 240
-                                            : kRowGroups == 2 ? 200
+                                            : kRowGroups == 2 ? 192
+                                            : kHeadDim == 64  ? 128
                                                               : 144;
+  static constexpr int kProducerRegisters = kCtasPerSm == 2   ? 256 - kConsumerRegisters
+                                            : kRowGroups == 1 ? 240
+                                            : kRowGroups == 2 ? 120
+                                                              : 512 - 3 * kConsumerRegisters;
   static constexpr int kTileBytes = kTileKeys * kHeadDim * 2;  // of K or V
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kSharedPerSm = 228 * 1024;
@@ -70,6 +71,9 @@ struct Traits {
   static constexpr int kRingBytes = kSharedPerSm / kCtasPerSm - kReservedPerCta - kMiscBytes - kQueryBytes;
   static constexpr int kStages = kRingBytes / (2 * kTileBytes) < 8 ? kRingBytes / (2 * kTileBytes) : 8;
   static constexpr int kSegments = kHeadDim / 8;  // of 16 bytes, in a row
+
+  // Words of a lane's weights that are made while the last tile's are still being multiplied.
+  static constexpr int kEarlyWeights = kHeadDim > 64 ? 8 : kTileKeys / 8;
 
   // Where weights take as long as products, two row groups that do the same at the same time wait for each other.
   static constexpr bool kTurns = kRowGroups == 2 && kHeadDim == 64;
@@ -172,8 +176,49 @@ struct PendingSum {
   int length;
 };
 
-// tanh(x) for y = 2 log2(e) x, with an absolute error below 2^-22: enough for weights, and a few instructions.
-__device__ __forceinline__ float capped_share(float y) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(y)); }
+// tanh(x) for |x| <= 1, to 2^-20 of itself.
+__device__ __forceinline__ float small_tanh(float x) {
+  const float u = x * x;
+  float y = fmaf(u, -3.06706e-3f, 1.674311e-2f);
+  y = fmaf(u, y, -5.160567e-2f);
+  y = fmaf(u, y, 1.3281434e-1f);
+  y = fmaf(u, y, -3.3329042e-1f);
+  return x * fmaf(u, y, 0.99999941f);
+}
+
+// tanh(x); beyond 1 with an absolute error below 2^-22.
+__device__ __forceinline__ float any_tanh(float x) {
+  const float large = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * kLog2e * x));
+  return fabsf(x) <= 1.0f ? small_tanh(x) : large;
+}
+
+// Turns a warp's scores into logits, or where these are capped into their share of the cap. Each result depends on its
+// own score alone.
+template <class Scores>
+__device__ __forceinline__ void form_logits(Scores& scores, float factor, bool capped) {
+  constexpr int kScores = decltype(cute::size(scores))::value;
+  constexpr int kBatch = 8;  // of the longer way: more at once have no registers
+  float most = 0.0f;
+#pragma unroll
+  for (int c = 0; c < kScores; ++c) {
+    scores(c) *= factor;
+    most = fmaxf(most, fabsf(scores(c)));
+  }
+  if (!capped) return;
+  if (!__any_sync(0xffffffffu, most > 1.0f)) {
+#pragma unroll
+    for (int c = 0; c < kScores; ++c) scores(c) = small_tanh(scores(c));
+    return;
+  }
+  // The vote, which is always won, keeps the compiler from doing it all at once.
+#pragma unroll
+  for (int first = 0; first < kScores; first += kBatch) {
+    if (__any_sync(0xffffffffu, most > 1.0f)) {
+#pragma unroll
+      for (int c = first; c < first + kBatch; ++c) scores(c) = any_tanh(scores(c));
+    }
+  }
+}
 
 // d = a b, or d += a b, by a warpgroup: a batch for warpgroup_wait. Registers of `a` are fenced by the caller.
 template <class TiledMma, class A, class B, class D>
