@@ -147,6 +147,22 @@ def test_dumps(device: torch.device, dump: str, dump_rows: int | None, dump_len:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("group", (1, 3, 4, 5, 8, 12))
+@pytest.mark.parametrize("head_dim", (64, 80, 128, 256))
+@pytest.mark.parametrize(("rows", "page_size"), ((7, 16), (1, 1), (13, 64)))
+def test_dumped_rows(device: torch.device, group: int, head_dim: int, rows: int, page_size: int) -> None:
+    """Logits may be written several at a time, or not where `max_seqlen_k` leaves them no alignment."""
+    for i, options in enumerate(({}, {"window_size": (100, 0)}, {"batch_invariant": True})):
+        check_verify(
+            VerifyCase(
+                seed=group, device=device, dtype=case_dtype(device), heads_q=2 * group, head_dim=head_dim,
+                page_size=page_size, lengths=(340, rows, 70, 0), q_lens=(rows, rows, 1, 1), dump="rows",
+                wider=(0, 4, 3)[i], dump_len=(340, 2, 69, 5) if i == 1 else None,
+                dump_rows=(3, 2, 3, 3) if i == 2 else None, options=options,
+            )
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("causal", (True, False))
 @pytest.mark.parametrize("window", ((-1, -1), (0, 0), (0, -1), (16, 0), (33, 2), (-1, 3), (500, 500)))
 @pytest.mark.parametrize("with_sinks", (False, True))

@@ -152,8 +152,12 @@ bool verify_hopper_takes(const VegasVerifyParams& p) {
   const bool fp8 = p.cache.dtype == VEGAS_FP8_E4M3;
   if (p.cache.head_dim > (fp8 ? 128 : 256) || p.cache.head_dim % (fp8 ? 16 : 8) != 0) return false;
   if (!portable::query_aligned(p)) return false;
-  // The portable kernels write rows of logits faster.
-  if (p.dump == VEGAS_DUMP_ROWS || p.dump == VEGAS_DUMP_ALL) return false;
+  if (p.dump == VEGAS_DUMP_ALL) return false;
+  // Columns of one product, stored as they are.
+  if (p.dump == VEGAS_DUMP_ROWS && (fp8 || p.softcap > 0.0f || p.logits_dtype != VEGAS_BFLOAT16 ||
+                                    p.num_heads_q > kMostDumpedHeads * p.cache.num_heads_kv)) {
+    return false;
+  }
   // Heads are summed after the cap, but multiplied as one.
   if (p.dump == VEGAS_DUMP_TOKEN && p.softcap > 0.0f) return false;
   // Every CTA looks at all requests, and counts units of work in 32 bits.
@@ -187,7 +191,7 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
               p.workspace ? p.workspace_bytes : size_t{0});
   const int64_t most_bytes =
       2 * int64_t{p.batch} * p.max_seqlen_k * p.cache.num_heads_kv * p.cache.head_dim * (fp8 ? 1 : 2);
-  const bool guesses = p.batch <= kFewRequests && most_bytes <= kGuessUpTo;
+  const bool guesses = p.batch <= kFewRequests && most_bytes <= kGuessUpTo && p.dump != VEGAS_DUMP_ROWS;
   LaunchShape shape = {row_groups, 1 << w.tile_shift, guesses, dim3(w.team, w.teams.divisor)};
   shape.merges =
       p.max_seqlen_k > kMinTileKeys ? static_cast<int>(sizes.row_tiles(row_groups)) * p.cache.num_heads_kv : 0;

@@ -12,6 +12,7 @@
 #include "verify/hopper_fp8.cuh"
 #include "verify/hopper_guides.cuh"
 #include "verify/hopper_load.cuh"
+#include "verify/hopper_rows.cuh"
 
 namespace vegas_ops::hopper {
 
@@ -330,7 +331,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
                   const __grid_constant__ CacheBoxes boxes) {
   extern __shared__ __align__(1024) char shared_bytes[];
   SharedMemory<T>& shared = *reinterpret_cast<SharedMemory<T>*>(shared_bytes);
-  const bool guided = p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD;
+  const bool dumps = p.dump != VEGAS_DUMP_NONE;  // by the guide warps
   // Of a few requests, a warp finds the CTA's work while the previous launch ends, when lengths may still change. They
   // are looked at again afterwards, while the first keys are on their way.
   const bool guesses = T::kGuesses && threadIdx.x / 32 == kFirstGuideWarp;
@@ -345,12 +346,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     constexpr int kGuideThreads = 32 * kGuideWarps;
     for (int stage = 0; stage < T::kStages; ++stage) {
       // Of an fp8 cache, the guide warps get products.
-      ClusterBarrier::init(&shared.keys_empty[stage], kRowThreads + (guided && !T::kFp8 ? kGuideThreads : 0));
+      ClusterBarrier::init(&shared.keys_empty[stage], kRowThreads + (dumps && !T::kFp8 ? kGuideThreads : 0));
       ClusterBarrier::init(&shared.values_empty[stage], kRowThreads);
     }
     for (int slot = 0; slot < kSegmentSlots; ++slot) {
       ClusterBarrier::init(&shared.segment_full[slot], 1);
-      ClusterBarrier::init(&shared.segment_empty[slot], 2 * 32 + kRowThreads + (guided ? kGuideThreads : 0));
+      ClusterBarrier::init(&shared.segment_empty[slot], 2 * 32 + kRowThreads + (dumps ? kGuideThreads : 0));
     }
     if constexpr (T::kFp8) {
       ClusterBarrier::init(&shared.rows.guides_ready, kGuideThreads);
@@ -380,7 +381,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     }
     if (threadIdx.x / 32 < kFirstGuideWarp) {
       load_tiles<T>(p, w, boxes, shared);
-    } else if (guided) {
+    } else if (p.dump == VEGAS_DUMP_ROWS) {
+      if constexpr (T::kDumpsRows) dump_rows<T>(p, shared);
+    } else if (dumps) {
       multiply_guides<T>(p, w, shared);
     }
   } else {

@@ -21,6 +21,8 @@ inline int row_groups_for(int64_t rows, int head_dim) {
 // Where results must not depend on the number of rows, all tiles are small.
 constexpr int tile_keys(int row_groups, bool balanced) { return row_groups == 2 && balanced ? 128 : 64; }
 
+constexpr int kMostDumpedHeads = 8;  // of a KV head, where rows of logits are dumped: columns of a product
+
 constexpr int ctas_per_sm(int row_groups, int head_dim) { return row_groups == 1 && head_dim <= 128 ? 2 : 1; }
 
 struct LaunchShape {

@@ -44,7 +44,8 @@ struct Traits {
   using Mma = MmaElement<Element>;
   static constexpr bool kFp8 = false;
   static constexpr bool kGuesses = kGuesses_;
-  static constexpr int kCacheBytes = 2;  // of an element
+  static constexpr bool kDumpsRows = !kGuesses;  // small calls wait for code
+  static constexpr int kCacheBytes = 2;          // of an element
   static constexpr int kGuideSlots = 1;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowGroups = kRowGroups_;
@@ -105,6 +106,7 @@ struct Fp8Traits {
   using Mma = MmaElement<Element>;
   static constexpr bool kFp8 = true;
   static constexpr bool kGuesses = false;
+  static constexpr bool kDumpsRows = false;
   static constexpr int kCacheBytes = 1;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowGroups = 1;
