@@ -18,8 +18,8 @@ namespace hopper {
 
 namespace {
 
-constexpr int kDumpCtas = 1024;  // about as many as finish dumps, over all requests
-constexpr int kMaxRowCtas = 2048;
+constexpr int kDumpCtas = 1024;   // about as many as finish dumps, over all requests
+constexpr int kFinishCtas = 4;    // that merge, of an SM: all of them start at once
 constexpr int kMaxBatch = 4096;   // every CTA looks at all requests
 constexpr int kMaxPairs = 60000;  // of a row tile and KV head, of a request: a dimension of the last launch
 constexpr int kMaxForcedSplits = 16;
@@ -196,7 +196,14 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   shape.merges =
       p.max_seqlen_k > kMinTileKeys ? static_cast<int>(sizes.row_tiles(row_groups)) * p.cache.num_heads_kv : 0;
   // A CTA merges one row where there are few, which then have many chunks.
-  shape.rows_per_cta = int64_t{p.batch} * shape.merges * w.norm_rows <= kMaxRowCtas ? 1 : kFinishWarps;
+  const int64_t rows_to_merge = int64_t{p.batch} * shape.merges * w.norm_rows;
+  const int64_t row_ctas_at_once = kFinishCtas * num_sms;
+  shape.rows_per_cta =
+      rows_to_merge <= row_ctas_at_once
+          ? 1
+          : static_cast<int>(std::min<int64_t>(ceil_div64(rows_to_merge, row_ctas_at_once * kFinishWarps),
+                                               ceil_div(w.norm_rows, kFinishWarps))) *
+                kFinishWarps;
   const int row_ctas = ceil_div(w.norm_rows, shape.rows_per_cta);
   const int dump_ctas = portable::dump_ctas(p, w.dump != nullptr, kDumpCtas, kFinishThreads);
   shape.finish_grid = dim3(row_ctas, shape.merges + ceil_div(dump_ctas, row_ctas), p.batch);

@@ -282,12 +282,27 @@ __device__ inline void make_warp_plan(const VegasVerifyParams& p, const Workspac
 // The plan of one of up to kFewRequests requests, made by a warp whose lanes look at one each.
 __device__ inline RequestPlan plan_of(const VegasVerifyParams& p, const Workspace& w, int b) {
   const int lane = threadIdx.x % 32;
-  const int own = lane < p.batch ? RequestUnits(w, request_of(p, w, lane)).all : 0;
-  const int end = warp_scan(own);
-  const int share = share_of(w, __shfl_sync(0xffffffffu, end, 31));
-  const VerifyRequest request = request_of(p, w, b);
-  const RequestUnits units(w, request);
-  return {request, units.row_tiles, units.units, __shfl_sync(0xffffffffu, end - own, b), share};
+  const VerifyRequest own = request_of(p, w, min(lane, p.batch - 1));
+  const RequestUnits units(w, own);
+  const int all = lane < p.batch ? units.all : 0;
+  const int end = warp_scan(all);
+  const auto of_request = [&](int x) { return __shfl_sync(0xffffffffu, x, b); };
+  RequestPlan plan;
+  plan.request.q_begin = of_request(own.q_begin);
+  plan.request.q_len = of_request(own.q_len);
+  plan.request.keys = of_request(own.keys);
+  plan.request.bits = of_request(own.bits);
+  plan.request.dump_len = of_request(own.dump_len);
+  plan.request.num_guides = of_request(own.num_guides);
+  plan.request.first_key = of_request(own.first_key);
+  plan.request.end_key = of_request(own.end_key);
+  plan.request.first_full_key = of_request(own.first_full_key);
+  plan.request.last_full_key = of_request(own.last_full_key);
+  plan.row_tiles = of_request(units.row_tiles);
+  plan.units = of_request(units.units);
+  plan.unit_begin = of_request(end - all);
+  plan.share = share_of(w, __shfl_sync(0xffffffffu, end, 31));
+  return plan;
 }
 
 // The partial results of a row tile and KV head, in the order of the keys.
