@@ -1,13 +1,13 @@
 """vLLM without and with the plugin, offline, in one process: tokens per second, acceptance, equal text.
 
-Needs vLLM and vegas_ops in one environment. Prompts are read before, and stay in vLLM's prefix cache;
-what plain vLLM takes for one token of each, mostly to take the prompts in, is subtracted from every
-time. The metrics are vLLM's own. A text that differs from plain vLLM's is listed with the gap, in
-log-probability, that plain vLLM saw between its own token and the other one; sampled texts
-(--temperatures) are not compared. A batch takes as many steps as its slowest text. What a step costs, in
-steps of plain vLLM, is the tokens per verification ("Mean acceptance length" in vLLM's log) above which
-drafts pay. With --random-weights a large model's shape is timed: its outputs mean
-nothing, and its acceptance is vLLM's synthetic one, at the paper's figure.
+Needs vLLM and vegas_ops in one environment. Prompts are read before, and stay in vLLM's prefix cache.
+Time counts from the first token of a batch to its last, by the engine's own clock: taking long prompts in
+again may cost vLLM's host more than decoding, and differs from run to run. The metrics are vLLM's own. A
+text that differs from plain vLLM's is listed with the gap, in log-probability, that plain vLLM saw between
+its own token and the other one; sampled texts (--temperatures) are not compared. A batch takes as many
+steps as its slowest text. What a step costs, in steps of plain vLLM, is the tokens per verification ("Mean
+acceptance length" in vLLM's log) above which drafts pay. With --random-weights a large model's shape is
+timed: its outputs mean nothing, and its acceptance is vLLM's synthetic one, at the paper's figure.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vegas_ops.integrations.vllm_guidance import POLICIES, SYNCS
 from vegas_ops.models.tokenizer import Tokenizer
 from vegas_ops.session import DEMO_MODEL, read_text
 
-Output = tuple[list[int], Any]  # token ids; log-probabilities, where asked for
+Output = tuple[list[int], Any, Any]  # token ids; log-probabilities, where asked for; the request's clock
 
 _COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 _TOP = 5  # log-probabilities per token of plain vLLM
@@ -136,13 +136,13 @@ def generate(
     sampling = vllm.SamplingParams(
         temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
     )
-    outputs = [request.outputs[0] for request in llm.generate(inputs, sampling, use_tqdm=False)]
-    return [(list(output.token_ids), output.logprobs) for output in outputs]
+    requests = llm.generate(inputs, sampling, use_tqdm=False)
+    return [(list(r.outputs[0].token_ids), r.outputs[0].logprobs, r.metrics) for r in requests]
 
 
 def difference(plain: Output, ours: Output) -> tuple[int, float | None] | None:
     """Where a text leaves plain vLLM's, and plain vLLM's gap there; None if it does not."""
-    (tokens, logprobs), other = plain, ours[0]
+    (tokens, logprobs, _), other = plain, ours[0]
     place = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=True)) if a != b), None)
     if place is None:
         return None
@@ -153,53 +153,52 @@ def difference(plain: Output, ours: Output) -> tuple[int, float | None] | None:
 
 
 class Steps:
-    """Counts the steps of an engine."""
+    """When an engine's steps begin and end."""
 
     def __init__(self, llm: Any) -> None:
-        self.count, self._step = 0, llm.llm_engine.step
+        self.times: list[tuple[float, float]] = []
+        self._step = llm.llm_engine.step
         llm.llm_engine.step = self
 
     def __call__(self) -> Any:
-        self.count += 1
-        return self._step()
+        begin = time.monotonic()
+        outputs = self._step()
+        self.times.append((begin, time.monotonic()))
+        return outputs
+
+    def between(self, first: float, last: float) -> int:
+        """Steps behind the one that `first` lies in, up to the one of `last`."""
+        return sum(end > first and begin < last for begin, end in self.times) - 1
 
 
-def seconds(
+def decode(
     llm: Any, prompts: list[list[int]], tokens: int, repeats: int, temperature: float = 0.0
 ) -> tuple[float, int, list[Output]]:
-    """Of the fastest run; the last run's steps and outputs."""
-    times = []
+    """Seconds and steps of the fastest run, from its first token to its last; the last run's outputs."""
+    runs = []
     for _ in range(repeats):
-        before, start = llm.llm_engine.step.count, time.perf_counter()
         outputs = generate(llm, prompts, tokens, temperature)
-        times.append(time.perf_counter() - start)
-    return min(times), llm.llm_engine.step.count - before, outputs
+        clocks = [clock for _, _, clock in outputs]
+        first, last = min(c.first_token_ts for c in clocks), max(c.last_token_ts for c in clocks)
+        runs.append((last - first, llm.llm_engine.step.between(first, last)))
+    return *min(runs), outputs
 
 
 def measure(
-    llm: Any,
-    prompts: list[list[int]],
-    temperature: float,
-    arguments: argparse.Namespace,
-    first: float | None,
+    llm: Any, prompts: list[list[int]], temperature: float, arguments: argparse.Namespace, plain: bool
 ) -> tuple[dict[str, Any], list[Output]]:
-    """A record, and the outputs. first: seconds to subtract; None for plain vLLM, which measures them, and
-    whose outputs have log-probabilities where they are greedy."""
+    """A record, and the outputs; plain vLLM's greedy ones with log-probabilities."""
     generate(llm, prompts, 1)
     generate(llm, prompts, min(16, arguments.new_tokens), temperature)
-    plain = first is None
-    one, first_steps, _ = seconds(llm, prompts, 1, arguments.repeats if plain else 1)
-    first = one if first is None else first
     before = counts(llm)
-    total, steps, outputs = seconds(llm, prompts, arguments.new_tokens, arguments.repeats, temperature)
-    steps -= first_steps
+    seconds, steps, outputs = decode(llm, prompts, arguments.new_tokens, arguments.repeats, temperature)
     verifications, drafted, accepted = (b - a for a, b in zip(before, counts(llm), strict=True))
     if plain and not temperature:
         outputs = generate(llm, prompts, arguments.new_tokens, logprobs=_TOP)
-    us = 1e6 * (total - first) / (len(prompts) * (arguments.new_tokens - 1))
+    us = 1e6 * seconds / (len(prompts) * (arguments.new_tokens - 1))
     record: dict[str, Any] = {
-        "us": round(us, 2), "tokens_per_second": round(1e6 / us, 1), "first_token_s": round(first, 4),
-        "steps": steps, "step_ms": round(1e3 * (total - first) / max(1, steps), 3),
+        "us": round(us, 2), "tokens_per_second": round(1e6 / us, 1), "steps": steps,
+        "step_ms": round(1e3 * seconds / max(1, steps), 3),
     }  # fmt: skip
     if verifications:
         record |= {
@@ -238,8 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for cell in cells:
             context, batch, temperature = cell
             prompts = cut_prompts(ids, batch, context)
-            first = base[cell][0]["first_token_s"] if policy else None
-            record, outputs = measure(llm, prompts, temperature, arguments, first)
+            record, outputs = measure(llm, prompts, temperature, arguments, policy is None)
             case = {
                 "batch": batch, "context": context, "temperature": temperature,
                 "policy": policy or "plain",
