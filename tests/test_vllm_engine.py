@@ -44,8 +44,11 @@ from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.platforms.cpu import CpuPlatform
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vegas_ops.integrations import vllm as plugin
@@ -188,12 +191,42 @@ def test_steps_are_scheduled_ahead(
         vllm_config.scheduler_config.async_scheduling = asked
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep))
-    with engine(model, FEW, async_scheduling=True, **TIGHT) as llm:
-        assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
+    with engine(model, FEW, async_scheduling=False, **TIGHT) as llm:
+        assert type(llm.llm_engine.engine_core.engine_core.scheduler) is Scheduler
+    with engine(model, FEW, **TIGHT) as llm:
+        assert type(llm.llm_engine.engine_core.engine_core.scheduler) is AsyncScheduler
         assert generate(llm, TEXTS) == plain
         assert metric(llm, "num_preemptions") > 0
         _, drafts, kept = accepted(llm)
         assert 0 < kept < drafts
+
+
+class Waiting(Executor):
+    """One that waits for every step."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "method", "unpadded", "executor", "decided"),
+    [
+        (None, "draft_model", False, "uni", True),
+        (False, "draft_model", False, "uni", False),
+        (None, "draft_model", True, "uni", None),
+        (None, "draft_model", False, Waiting, None),
+        (None, "custom_class", False, "uni", None),
+    ],
+)
+def test_scheduling_ahead_is_decided_where_nobody_asked(
+    asked: bool | None, method: str, unpadded: bool, executor: Any, decided: bool | None
+) -> None:
+    """Beside the one installed here vLLM decides so itself, beside older ones it does not."""
+    scheduler = SimpleNamespace(async_scheduling=asked)
+    config = SimpleNamespace(
+        scheduler_config=scheduler,
+        speculative_config=SimpleNamespace(method=method, disable_padded_drafter_batch=unpadded),
+        parallel_config=SimpleNamespace(distributed_executor_backend=executor),
+    )
+    plugin.schedule_ahead(config)
+    assert scheduler.async_scheduling is decided
 
 
 def test_drafts_stop_at_the_batch_size_that_vllm_is_told(model: str, plain: list[list[int]]) -> None:
@@ -284,6 +317,45 @@ def test_logprobs_are_those_of_plain_vllm(model: str) -> None:
             assert row.keys() & other.keys()
 
 
+WISHES: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.9, "frequency_penalty": 0.3},
+    "an end": {"min_tokens": 20, "stop": ["return", "self."]},
+    "words": {"bad_words": ["self"], "allowed_token_ids": list(range(5, 3000))},
+    "a grammar": {
+        "structured_outputs": StructuredOutputsParams(
+            json={
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"}},
+                "required": ["name", "n"],
+            }
+        )
+    },
+}
+
+
+def test_what_requests_ask_for_beside_tokens() -> None:
+    """Constraints that change from token to token bind inside an accepted block, too."""
+    source = Path(tarfile.__file__).read_text()
+    texts = [source[:6000], source[3000:8000], "def add(a, b):\n"]
+    size = {"max_model_len": 4096, "max_num_seqs": 3, "skip_tokenizer_init": False}
+
+    def answers(llm: LLM) -> dict[str, list[Any]]:
+        found = {}
+        for name, wish in WISHES.items():
+            asked = SamplingParams(temperature=0, max_tokens=60, **wish)
+            outputs = [output.outputs[0] for output in llm.generate(texts, asked, use_tqdm=False)]
+            found[name] = [(list(x.token_ids), x.finish_reason, x.text) for x in outputs]
+        return found
+
+    with engine(str(DEMO_MODEL), **size) as llm:
+        expected = answers(llm)
+    assert {reason for _, reason, _ in expected["an end"]} >= {"stop"}
+    with engine(str(DEMO_MODEL), {"min_tokens": 64}, **size) as llm:
+        assert answers(llm) == expected
+        _, drafts, kept = accepted(llm)
+        assert 0 < kept < drafts
+
+
 REAL = {"max_model_len": 4096, "max_num_batched_tokens": 1024, "max_num_seqs": 3}
 
 
@@ -368,19 +440,25 @@ def test_without_its_key_draft_models_are_as_before(model: str, plain: list[list
         assert type(runner.drafter) is SelfDraftProposer
 
 
-@pytest.mark.parametrize("sync", ["local", "allreduce"])
+@pytest.mark.parametrize(
+    ("sync", "policy"), [("local", "vegas"), ("allreduce", "vegas"), ("allreduce", "vegas-lookahead")]
+)
 def test_tensor_parallelism(
-    model: str, plain: list[list[int]], sync: str, monkeypatch: pytest.MonkeyPatch
+    model: str, plain: list[list[int]], sync: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with engine(model, FEW) as llm:
+    options = {"policy": policy, **FEW}
+    with engine(model, options) as llm:
         generate(llm, TEXTS)
         alone = accepted(llm)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    with engine(model, {"selection_sync": sync, **FEW}, tensor_parallel_size=2) as llm:
+    with engine(model, {"selection_sync": sync, **options}, tensor_parallel_size=2) as llm:
         assert generate(llm, TEXTS) == plain
         statistics = accepted(llm)
     # Ranks that select by their own heads draft otherwise.
     assert (statistics == alone) == (sync == "allreduce")
+
+
+DRAFTS = {"method": "draft_model", "num_speculative_tokens": GAMMA}
 
 
 @pytest.mark.parametrize(
@@ -394,15 +472,21 @@ def test_tensor_parallelism(
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
             "must have the method 'draft_model'",
         ),
+        (
+            {"speculative_config": {**DRAFTS, "disable_padded_drafter_batch": True}},
+            "`disable_padded_drafter_batch` of `speculative_config` must be off",
+        ),
         ({"additional_config": {"vegas_ops": {"policy": "x"}}}, "`policy` must be one of"),
     ],
 )
 def test_configurations_are_refused_at_start(model: str, changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "model": model, "dtype": "float32", "max_model_len": 1024, "additional_config": {"vegas_ops": {}},
-        "speculative_config": {"method": "draft_model", "model": model, "num_speculative_tokens": GAMMA},
+        "speculative_config": DRAFTS,
         **changes,
     }  # fmt: skip
+    if arguments["speculative_config"] is not None:
+        arguments["speculative_config"] = {"model": model, **arguments["speculative_config"]}
     with pytest.raises(Exception, match=message):
         EngineArgs(**arguments).create_engine_config()
 

@@ -139,16 +139,36 @@ def check_dtype(vllm_config: Any, device_type: str) -> None:
         )
 
 
-def check(vllm_config: Any) -> None:
-    """All of the above, for a complete configuration that names vegas_ops."""
+def check_installed() -> str:
+    """Refuses a vLLM that the plugin was not made for; the type of the device that it runs on."""
     import vllm
     from vllm.platforms import current_platform
 
-    device_type = current_platform.device_type
-    check_version(vllm.__version__, device_type)
+    check_version(vllm.__version__, current_platform.device_type)
+    return current_platform.device_type
+
+
+def check(vllm_config: Any) -> None:
+    """All of the above, for a complete configuration that names vegas_ops."""
+    device_type = check_installed()
     check_config(vllm_config)
     check_runner(vllm_config, device_type)
     check_dtype(vllm_config, device_type)
+
+
+def schedule_ahead(vllm_config: Any) -> None:
+    """Has vLLM prepare a step while the last one runs, unless the user has decided: beside draft models
+    it can, but up to 0.26 does not of itself, and the host's time is added to every round's."""
+    from vllm.v1.executor.abstract import Executor
+
+    scheduler, speculation = vllm_config.scheduler_config, vllm_config.speculative_config
+    if (
+        scheduler.async_scheduling is None
+        and getattr(speculation, "method", None) == "draft_model"
+        and not speculation.disable_padded_drafter_batch
+        and Executor.get_class(vllm_config).supports_async_scheduling()
+    ):
+        scheduler.async_scheduling = True
 
 
 def register() -> None:
@@ -167,8 +187,12 @@ def register() -> None:
 
     @functools.wraps(made)
     def checked(self: Any, *arguments: Any) -> None:
+        ours = options_of(self) is not None
+        if ours:
+            check_installed()
+            schedule_ahead(self)
         made(self, *arguments)
-        if options_of(self) is not None:
+        if ours:
             check(self)
 
     def new(cls: type, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
