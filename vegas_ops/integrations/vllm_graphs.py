@@ -1,5 +1,5 @@
-"""Draft steps on buffers of fixed addresses, on GPUs in CUDA graphs of whole steps, attention included:
-vLLM captures those of drafts in pieces, and samples between them."""
+"""Draft steps on buffers of fixed addresses, on GPUs in CUDA graphs, attention included: vLLM captures
+those of drafts in pieces, and prepares the next step's inputs on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vegas_ops.integrations.vllm_attention import DraftMetadata, attention_layers
@@ -22,11 +22,11 @@ def graph_sizes(max_batch: int) -> list[int]:
 
 
 class DraftSteps:
-    """Draft steps of a batch; `greedy` takes whole ones, up to the next step's inputs.
+    """Draft steps of a batch: a forward, its tokens, and the next step's inputs.
 
-    Where drafts are sampled, it stands in for the model: replays a forward where it can, calls the
-    model elsewhere. A step reads input_ids, positions and slots, the proposer's own buffers, and `keys`
-    and `table`, which `load` fills. Rows beyond a batch have no keys and no slot.
+    A step reads input_ids, positions and slots, the proposer's own buffers, and `keys` and `table`,
+    which `load` fills. Rows beyond a batch have no keys and no slot. Where tokens are drawn greedily a
+    graph holds a whole step, else vLLM's sampling runs between two.
 
     greedy_sample: hidden states (n, hidden) to token ids (n,).
     """
@@ -46,12 +46,11 @@ class DraftSteps:
         self.table = torch.zeros((rows, -(-self.max_keys // page_size)), dtype=torch.int32, device=device)
         gamma = vllm_config.speculative_config.num_speculative_tokens
         self.drafts = torch.zeros((rows, gamma), dtype=torch.int64, device=device)  # the latest is last
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # of the running step
         self._forwards: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._advances: dict[int, torch.cuda.CUDAGraph] = {}
         self._steps: dict[int, torch.cuda.CUDAGraph] = {}
         self._cache_address = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["model"], name)
 
     def _address(self) -> int:
         return next(iter(self.layers.values())).kv_cache.data_ptr()
@@ -62,20 +61,22 @@ class DraftSteps:
             return None
         return next((size for size in self.sizes if size >= n), None)
 
-    def load(self, keys: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of a batch's lengths and block table at the addresses that steps read."""
+    def load(self, keys: Tensor, table: Tensor, slots: Tensor) -> None:
+        """A batch's lengths, block table and slots, to the addresses that steps read."""
         n = keys.shape[0]
         self.keys.zero_()
         self.keys[:n] = keys
         self.table[:n, : table.shape[1]] = table
-        return self.keys[:n], self.table[:n]
+        self.slots[:n] = slots
+        self.slots[n : self.sizes[-1]].fill_(PADDING_SLOT_ID)
 
     def capture(self) -> None:
-        """Two graphs per size, unless there are some for this cache: vLLM first captures beside a small
+        """Graphs per size, unless there are some for this cache: vLLM first captures beside a small
         cache, to see what memory it takes."""
         if self._address() == self._cache_address:
             return
         self._forwards.clear()
+        self._advances.clear()
         self._steps.clear()
         self.keys.zero_()
         self.slots.fill_(PADDING_SLOT_ID)
@@ -83,21 +84,20 @@ class DraftSteps:
         for n in reversed(self.sizes):
             for _ in range(2):
                 self._greedy_step(n)
-            forward, step = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(forward, pool=pool, stream=torch.cuda.current_stream()):
+            graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+            with torch.cuda.graph(graphs[0], pool=pool, stream=torch.cuda.current_stream()):
                 hidden = self._forward(n)
-            with torch.cuda.graph(step, pool=pool, stream=torch.cuda.current_stream()):
+            with torch.cuda.graph(graphs[1], pool=pool, stream=torch.cuda.current_stream()):
+                self._advance(n)
+            with torch.cuda.graph(graphs[2], pool=pool, stream=torch.cuda.current_stream()):
                 self._greedy_step(n)
-            self._forwards[n], self._steps[n] = (forward, hidden), step
+            self._forwards[n] = graphs[0], hidden
+            self._advances[n], self._steps[n] = graphs[1:]
         self._cache_address = self._address()
 
-    def greedy(self, slots: Tensor, steps: int) -> Tensor:
-        """Token ids (n, steps), for a batch whose inputs lie in the buffers, but for its slots (n,)."""
-        n = slots.shape[0]
+    def greedy(self, n: int, steps: int) -> Tensor:
+        """Token ids (n, steps), for a batch of n whose inputs lie in the buffers."""
         size = self.size_for(n)
-        self.slots[:n] = slots
-        if size is not None:
-            self.slots[n:size].fill_(PADDING_SLOT_ID)
         for _ in range(steps):
             if size is None:
                 self._greedy_step(n)
@@ -105,8 +105,35 @@ class DraftSteps:
                 self._steps[size].replay()
         return self.drafts[:n, -steps:].clone()
 
+    def sampled(
+        self, n: int, steps: int, sample: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids (n, steps) and the probabilities they were drawn with, (n, steps, vocab_size).
+
+        sample: hidden states (n, hidden) to token ids (n,) and (n, vocab_size) probabilities.
+        """
+        size, probabilities = self.size_for(n), []
+        for _ in range(steps):
+            if size is None:
+                hidden = self._forward(n)
+            else:
+                graph, hidden = self._forwards[size]
+                graph.replay()
+            self.tokens[:n], p = sample(hidden[:n])
+            probabilities.append(p)
+            if size is None:
+                self._advance(n)
+            else:
+                self._advances[size].replay()
+        return self.drafts[:n, -steps:].clone(), torch.stack(probabilities, 1)
+
     def _greedy_step(self, n: int) -> None:
-        token = self.greedy_sample(self._forward(n))
+        self.tokens[:n] = self.greedy_sample(self._forward(n))
+        self._advance(n)
+
+    def _advance(self, n: int) -> None:
+        """Notes the step's tokens, and makes them the next one's inputs."""
+        token = self.tokens[:n]
         self.drafts[:n] = torch.cat([self.drafts[:n, 1:], token[:, None]], 1)
         keys, position = self.keys[:n], self.positions[:n] + 1
         over = (keys == 0) | (position >= self.max_keys)
@@ -128,11 +155,3 @@ class DraftSteps:
             slot_mapping=dict.fromkeys(self.layers, self.slots[:n]),
         ):
             return self.model(input_ids=self.input_ids[:n], positions=self.positions[:n], inputs_embeds=None)
-
-    def __call__(self, input_ids: Tensor, positions: Tensor, **options: Any) -> Any:
-        n, drafting = input_ids.shape[0], get_forward_context().attn_metadata is not None
-        if drafting and n in self._forwards and self._address() == self._cache_address:
-            graph, hidden = self._forwards[n]
-            graph.replay()
-            return hidden
-        return self.model(input_ids=input_ids, positions=positions, **options)

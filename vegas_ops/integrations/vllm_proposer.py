@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
@@ -16,8 +15,8 @@ from vegas_ops.integrations.vllm_graphs import DraftSteps
 
 
 class SelfDraftProposer(DraftModelProposer):
-    """Drafts with the target's weights, layers and cache; sampled draft steps, draft probabilities and
-    the dispatch of graphs are the base's."""
+    """Drafts with the target's weights, layers and cache; how tokens are drawn is the base's, and where
+    data parallel ranks draft in step with each other the whole loop."""
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         # Before the target's layers are made.
@@ -44,9 +43,7 @@ class SelfDraftProposer(DraftModelProposer):
     ) -> None:
         # Data parallel ranks draft in step with each other, with graphs of vLLM's own.
         if is_graph_capturing and self._alone() and not self.speculative_config.enforce_eager:
-            steps = self._draft_steps()
-            self.model = steps
-            steps.capture()
+            self._draft_steps().capture()
         super().dummy_run(num_tokens, *arguments, is_graph_capturing=is_graph_capturing, **options)
 
     def _alone(self) -> bool:
@@ -59,14 +56,6 @@ class SelfDraftProposer(DraftModelProposer):
                 self.block_size, self._greedy_sample,
             )  # fmt: skip
         return self._steps
-
-    def _determine_batch_execution_and_padding(
-        self, num_tokens: int, use_cudagraphs: bool = True
-    ) -> tuple[CUDAGraphMode, int, Tensor | None]:
-        size = self._steps.size_for(num_tokens) if self._steps is not None and use_cudagraphs else None
-        if size is None:
-            return super()._determine_batch_execution_and_padding(num_tokens, use_cudagraphs)
-        return CUDAGraphMode.NONE, size, None
 
     def propose(
         self,
@@ -89,12 +78,19 @@ class SelfDraftProposer(DraftModelProposer):
         prompt_logprobs = getattr(self._runner, "num_prompt_logprobs", None)
         kept = target_hidden_states.clone() if prompt_logprobs else None
         greedy = sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs
-        if greedy and self._alone():
+        if self._alone():
             self.num_speculative_tokens, self._last_draft_probs = num_speculative_tokens, None
             keys, slots = self._first_inputs(next_token_ids, common_attn_metadata)
-            steps = self._draft_steps()
-            steps.load(keys, common_attn_metadata.block_table_tensor[: keys.shape[0]])
-            drafts = steps.greedy(slots, num_speculative_tokens)
+            n, steps = keys.shape[0], self._draft_steps()
+            steps.load(keys, common_attn_metadata.block_table_tensor[:n], slots)
+            if greedy:
+                drafts = steps.greedy(n, num_speculative_tokens)
+            else:
+                drafts, self._last_draft_probs = steps.sampled(
+                    n,
+                    num_speculative_tokens,
+                    lambda hidden: self._sample_draft_tokens(hidden, sampling_metadata),
+                )
         else:
             drafts = super().propose(
                 num_speculative_tokens,
@@ -134,16 +130,13 @@ class SelfDraftProposer(DraftModelProposer):
         num_rejected_tokens_gpu: Tensor | None,
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
         keys, slots = self._first_inputs(next_token_ids, cad)
-        n, table = keys.shape[0], cad.block_table_tensor[: keys.shape[0]]
-        rows = self.arange[:n]
-        if self._steps is not None and self._steps.size_for(n) is not None:
-            keys, table = self._steps.load(keys, table)
-        return n, rows, restricted(
+        n = keys.shape[0]
+        return n, self.arange[:n], restricted(
             cad, None,
             query_start_loc=self.arange[: n + 1],
             query_start_loc_cpu=torch.from_numpy(self.token_arange_np[: n + 1]).clone(),
             seq_lens=keys,
-            block_table_tensor=table,
+            block_table_tensor=cad.block_table_tensor[:n],
             num_reqs=n,
             num_actual_tokens=n,
             max_query_len=1,
