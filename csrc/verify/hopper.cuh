@@ -162,43 +162,34 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
         if (!exists || column < first_seen[i] || column > last_seen[i]) scores(c) = -INFINITY;
       }
     };
-    float added[2];  // weights of this lane's columns
-    float parts[2][2];
-    constexpr int kEarly = T::kEarlyWeights;
-    uint32_t early[kEarly];
-    const auto clear_parts = [&]() __attribute__((always_inline)) {
+    // Pairs [begin, end) of the weights, of neighbouring columns, of the lane's rows in turn; and what they add up to.
+    float added[2][2];
+    const auto weigh_pairs = [&](int begin, int end, uint32_t* pairs) __attribute__((always_inline)) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) parts[i][j] = 0.0f;
-      }
-    };
-    // Words [begin, end) of the weights, and their sums.
-    const auto weigh_scores = [&](int begin, int end, uint32_t* words) __attribute__((always_inline)) {
-#pragma unroll
-      for (int word = begin; word < end; ++word) {
-        const int i = word % 2;
+      for (int pair = begin; pair < end; ++pair) {
+        const int i = pair % 2;
         float weight[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          weight[j] = exp2_approx(fmaf(scores(2 * word + j), to_log2, -base[i]));
-          parts[i][j] += weight[j];
+          weight[j] = exp2_approx(fmaf(scores(2 * pair + j), to_log2, -base[i]));
+          added[i][j] = pair < 2 ? weight[j] : added[i][j] + weight[j];
         }
-        words[word - begin] = portable::pack<Element>(weight[0], weight[1]);
+        pairs[pair - begin] = portable::pack<Element>(weight[0], weight[1]);
       }
     };
-    // Weights are relative to a reference that moves, and the output with it, only when they are too large for it:
-    // then they are made anew.
-    const auto weigh = [&]() __attribute__((always_inline)) {
+    uint32_t early[T::kEarlyPairs + 1];
+    // Weights are relative to a reference that moves, and the output with it, only where it must: then they are made
+    // anew. The first tile's reference is its maximum.
+    const auto weigh = [&](bool first) __attribute__((always_inline)) {
       uint32_t* packed = reinterpret_cast<uint32_t*>(weights.data());
+      bool exceeds[2] = {true, true};
+      if (!first) {
 #pragma unroll
-      for (int word = 0; word < kEarly; ++word) packed[word] = early[word];
-      weigh_scores(kEarly, kScores / 2, packed + kEarly);
-      bool exceeds[2];
+        for (int pair = 0; pair < T::kEarlyPairs; ++pair) packed[pair] = early[pair];
+        weigh_pairs(T::kEarlyPairs, kScores / 2, packed + T::kEarlyPairs);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) added[i] = parts[i][0] + parts[i][1];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) exceeds[i] = added[i] > kMostWeight || reference[i] == -INFINITY;
+        for (int i = 0; i < 2; ++i) exceeds[i] = added[i][0] + added[i][1] > kMostWeight || reference[i] == -INFINITY;
+      }
       if (__any_sync(0xffffffffu, exceeds[0] || exceeds[1])) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -224,13 +215,10 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
             output(c + 1) *= factor;
           }
         }
-        clear_parts();
-        weigh_scores(0, kScores / 2, packed);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) added[i] = parts[i][0] + parts[i][1];
+        weigh_pairs(0, kScores / 2, packed);
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) sum[i] += added[i];
+      for (int i = 0; i < 2; ++i) sum[i] += added[i][0] + added[i][1];
     };
     if (s.first_tile < s.end_tile) {
       int first_key = s.template key_of<T::kTileKeys>(s.first_tile);
@@ -245,8 +233,8 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
       uint32_t phase;
       int previous = -1;  // stage whose values are being accumulated
       while (true) {
-        // One tile: its weights, then the scores of the next and what the weights make of its values. Other row groups,
-        // or another CTA, keep the tensor cores busy meanwhile.
+        // One tile: its weights, the first of them while the values of the tile before are accumulated, then the scores
+        // of the next.
         stage = ring.stage;
         phase = ring.phase;
         if (warp_in_use) {
@@ -256,15 +244,13 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
           }
         }
         arrive_barrier(shared.keys_empty[stage]);
-        if (warp_in_use) {
-          clear_parts();
-          weigh_scores(0, kEarly, early);
-        }
+        const bool first = previous < 0;
+        if (warp_in_use && !first) weigh_pairs(0, T::kEarlyPairs, early);
         warpgroup_wait<0>();
         warpgroup_fence_operand(output);
-        if (previous >= 0) arrive_barrier(shared.values_empty[previous]);
+        if (!first) arrive_barrier(shared.values_empty[previous]);
         previous = stage;
-        if (warp_in_use) weigh();
+        if (warp_in_use) weigh(first);
         ring.advance();
         if (first_key >= last_key) break;
         first_key += T::kTileKeys;

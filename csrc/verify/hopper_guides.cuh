@@ -116,7 +116,9 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     } else if constexpr (T::kGuesses) {
       make_guide_column<Element>(p, s.request, s.kv_head, lane / 4, lane % 4, query);
     }
-    const float scale = p.softmax_scale * portable::descale_of(p.cache.k, s.index, s.kv_head);
+    const bool capped = p.softcap > 0.0f;
+    float to_logit = p.softmax_scale * portable::descale_of(p.cache.k, s.index, s.kv_head);
+    if (capped) to_logit /= p.softcap;
     // Of this lane's keys of the next tile; returns a bit per key that exists.
     const auto multiply = [&](float (&products)[2][kOwnKeys]) __attribute__((always_inline)) {
       wait_barrier(shared.keys_full[ring.stage], ring.phase);
@@ -201,14 +203,21 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
       }
 #pragma unroll
       for (int i = 0; i < kOwnKeys; ++i) {
-        const int at = key + 8 * i;
+#pragma unroll
+        for (int g = 0; g < 2; ++g) products[g][i] *= to_logit;
+      }
+      if (capped) {
+#pragma unroll
+        for (int i = 0; i < kOwnKeys; ++i) {
+#pragma unroll
+          for (int g = 0; g < 2; ++g) products[g][i] = p.softcap * any_tanh(products[g][i]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kOwnKeys; ++i) {
         const bool exists = valid >> 8 * i & 1;
 #pragma unroll
-        for (int g = 0; g < 2; ++g) {
-          float value = products[g][i] * scale;
-          if (p.softcap > 0.0f) value = p.softcap * tanhf(value / p.softcap);
-          logits[g][i] = exists && dump.sees(g, at) ? value : -INFINITY;
-        }
+        for (int g = 0; g < 2; ++g) logits[g][i] = exists && dump.sees(g, key + 8 * i) ? products[g][i] : -INFINITY;
       }
       if (!token) {
 #pragma unroll

@@ -73,8 +73,9 @@ struct Traits {
   static constexpr int kStages = kRingBytes / (2 * kTileBytes) < 8 ? kRingBytes / (2 * kTileBytes) : 8;
   static constexpr int kSegments = kHeadDim / 8;  // of 16 bytes, in a row
 
-  // Words of a lane's weights that are made while the last tile's are still being multiplied.
-  static constexpr int kEarlyWeights = kHeadDim > 64 ? 8 : kTileKeys / 8;
+  // Pairs of a lane's weights that are made while the last ones are still being multiplied. Two row groups whose
+  // weights take as long as their products gain by it, others lose more by the registers.
+  static constexpr int kEarlyPairs = kRowGroups == 2 && kHeadDim == 64 ? kTileKeys / 8 : 0;
 
   // Where weights take as long as products, two row groups that do the same at the same time wait for each other.
   static constexpr bool kTurns = kRowGroups == 2 && kHeadDim == 64;
@@ -178,14 +179,13 @@ struct PendingSum {
   int length;
 };
 
-// tanh(x) for |x| <= 1, to 2^-20 of itself.
+// tanh(x) for |x| <= 1, to 2^-17 of itself.
 __device__ __forceinline__ float small_tanh(float x) {
   const float u = x * x;
-  float y = fmaf(u, -3.06706e-3f, 1.674311e-2f);
-  y = fmaf(u, y, -5.160567e-2f);
-  y = fmaf(u, y, 1.3281434e-1f);
-  y = fmaf(u, y, -3.3329042e-1f);
-  return x * fmaf(u, y, 0.99999941f);
+  float y = fmaf(u, 9.03642e-3f, -4.481755e-2f);
+  y = fmaf(u, y, 1.3036811e-1f);
+  y = fmaf(u, y, -3.3298065e-1f);
+  return x * fmaf(u, y, 0.99999309f);
 }
 
 // tanh(x); beyond 1 with an absolute error below 2^-22.
