@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from vegas_ops.models import Qwen3Config, Qwen3Model, fused
+from vegas_ops.models import Qwen3Config, Qwen3Model, fused, wide
 from vegas_ops.models.linear import Linear
 from vegas_ops.speculative.model import KVTarget
 
@@ -60,14 +60,40 @@ def test_small_tiles_where_a_block_has_little_memory(monkeypatch, kind):
     for rows in (16, 130):
         test_linear(rows, 384, 50, kind, False)
     assert not fused.joins(384, 16, torch.device(DEVICE))
-    tiles = fused._fitting(fused._tiles(64, 4096, 4096, True), torch.device(DEVICE))
+    tiles = fused._fitting(fused._tiles(64, 512, 2560, True), torch.device(DEVICE))
     bytes_held = tiles.stages * (tiles.m + 2 * tiles.n) * tiles.k * 2
     assert bytes_held < 99 << 10 and not tiles.held
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "norm", "gated", "residual", "fp32"])
+@pytest.mark.parametrize(
+    ("multiprocessors", "room", "n_in", "n_out"),
+    [(132, 227 << 10, 384, 50), (2, 227 << 10, 320, 150), (1, 227 << 10, 256, 200), (2, 40 << 10, 192, 96)],
+)
+def test_linear_of_many_features(monkeypatch, multiprocessors, room, n_in, n_out, kind, fixed):
+    """Tiles of less than a part, of several, of several waves; little memory."""
+    monkeypatch.setattr(fused, "_WIDE", 0)
+    monkeypatch.setattr(wide, "_device", lambda device: (multiprocessors, room))
+    for rows in (0, 5, 33, 70):
+        test_linear(rows, n_in, n_out, kind, fixed)
+
+
+def test_tiles_of_a_wide_product():
+    """Every row of the weights in one tile, about as many in each block, and stages that fit."""
+    for weight_rows in (6144, 4096, 24576, 19456, 151936, 50):
+        for gated in (False, True):
+            for rows in (1, 17, 64):
+                for multiprocessors, room in ((132, 227 << 10), (108, 163 << 10), (82, 99 << 10)):
+                    t = wide._tiles(rows, 4096, weight_rows, gated, multiprocessors, room)
+                    assert t.m >= rows or room < 100 << 10
+                    assert t.height % (8 if gated else 4) == 0
+                    assert t.stages * 2 * t.k * (64 * -(-t.height // 64) + t.m) <= room
+
+
 @pytest.mark.parametrize("rows", [0, 1, 16, 33])
 @pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize(("n_in", "n_between", "n_out"), [(256, 384, 50), (128, 256, 96)])
+@pytest.mark.parametrize(("n_in", "n_between", "n_out"), [(256, 384, 50), (320, 256, 96)])
 def test_a_norm_between_two_layers(monkeypatch, n_in, n_between, n_out, fixed, rows):
     """Its first half in the layer before it, its second half in the one behind it."""
     monkeypatch.setattr(fused, "_WIDE", 200)

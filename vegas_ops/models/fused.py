@@ -19,6 +19,8 @@ from torch import Tensor
 
 from vegas_ops import jit
 from vegas_ops.jit import gdc_launch_dependents, gdc_wait
+from vegas_ops.models import wide
+from vegas_ops.models.wide import Scaled
 
 try:
     import triton
@@ -29,7 +31,8 @@ except ImportError:  # a torch without a GPU
 BLOCK_IN = 128  # input features of a step
 _ROOMY = 200 << 10  # bytes of shared memory that all tiles fit into
 _HELD = 128 << 10  # bytes of a tile that is held whole
-_WIDE = 2048  # input features from which on weights alone count
+_ROTATED = 4  # heads of a thread block of `rotate`
+_WIDE = 2048  # input features from which on weights alone count (`wide`)
 
 
 def available(x: Tensor) -> bool:
@@ -40,8 +43,9 @@ def available(x: Tensor) -> bool:
 def serves(rows: int | None, in_features: int, logits: bool = False) -> bool:
     """Whether so many rows are better off here than in a library's matrix product; None: whether any
     number of rows can be computed; logits: of a result in fp32."""
-    most = 64 if in_features > _WIDE else 1024 if logits else 128
-    return in_features % BLOCK_IN == 0 and (rows or 0) <= most
+    if in_features > _WIDE:
+        return in_features % wide.LEAST_IN == 0 and (rows or 0) <= (64 if logits else wide.MOST_ROWS)
+    return in_features % BLOCK_IN == 0 and (rows or 0) <= (1024 if logits else 128)
 
 
 def rotates(head_dim: int) -> bool:
@@ -51,45 +55,16 @@ def rotates(head_dim: int) -> bool:
 
 if triton is not None:
 
-    @triton.jit
-    def _finish(
-        sums, gated, squares, residual, out, next_norm, scaled, next_squares, m, n, rows, n_out, eps,
-        N_IN: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-        SCALES: tl.constexpr,
-    ):  # fmt: skip
-        """NORM: squares (rows, any) sum up to those of the input; SCALES: the output, rounded, times a norm's
-        weights goes to `scaled`, and the tile's sum of its squares to `next_squares`."""
-        if NORM:
-            factor = tl.rsqrt(tl.sum(squares, 1) / N_IN + eps)[:, None]
-            sums *= factor
-            gated *= factor
-        if GATED:
-            sums = sums * tl.sigmoid(sums) * gated
-        place, inside = m[:, None] * n_out + n[None, :], (m < rows)[:, None] & (n < n_out)[None, :]
-        if RESIDUAL:
-            sums += tl.load(residual + place, mask=inside).to(tl.float32)
-        rounded = sums.to(out.dtype.element_ty)
-        tl.store(out + place, rounded, mask=inside)
-        if SCALES:
-            wide = tl.where(inside, rounded.to(tl.float32), 0.0)
-            weights = tl.load(next_norm + n, mask=n < n_out, other=0.0).to(tl.float32)
-            tl.store(scaled + place, (wide * weights[None, :]).to(scaled.dtype.element_ty), mask=inside)
-            part = m * tl.num_programs(0) + tl.program_id(0)
-            tl.store(next_squares + part, tl.sum(wide * wide, 1), mask=m < rows)
-
     @triton.jit(do_not_specialize=["rows"])
     def _linear_kernel(
-        x, weight, norm, x_squares, residual, out, next_norm, scaled, next_squares, rows, n_out, parts,
-        x_stride, eps,
-        N_IN: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
-        RESIDUAL: tl.constexpr, SCALES: tl.constexpr,
+        x, weight, norm, residual, out, rows, n_out, x_stride, eps,
+        N_IN: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHAINS: tl.constexpr,
-        HELD: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+        HELD: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
         """HELD: all weights of a tile are loaded at once, before the launch before this one has ended;
-        otherwise step by step, the first AHEAD features into the L2 cache before that. CHAINS: sums that
-        take turns, since an MMA waits for the one before it into the same. PARTS: x is scaled by a norm's
-        weights already, and the sum of its squares is in `parts`, PARTS at most."""
+        otherwise step by step. CHAINS: sums that take turns, since an MMA waits for the one before it into
+        the same; one, if not HELD."""
         m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
@@ -121,9 +96,9 @@ if triton is not None:
                 for chain in tl.static_range(CHAINS):
                     a = rows_of_x[first + chain]
                     if NORM:
-                        wide = a.to(tl.float32)
-                        squares += wide * wide
-                        a = (wide * held_norm[first + chain]).to(a.dtype)
+                        wide_a = a.to(tl.float32)
+                        squares += wide_a * wide_a
+                        a = (wide_a * held_norm[first + chain]).to(a.dtype)
                     next_sums += (tl.dot(a, held[first + chain], sums[chain]),)
                     if GATED:
                         next_gated += (tl.dot(a, held_up[first + chain], gated[chain]),)
@@ -132,35 +107,19 @@ if triton is not None:
                     gated = next_gated
         else:
             if DEPENDENT:
-                if AHEAD:
-                    line = tl.arange(0, AHEAD // 64)
-                    ahead = weight + tl.minimum(n, n_out - 1)[:, None] * N_IN + line[None, :] * 64
-                    _prefetch(ahead)
-                    if GATED:
-                        _prefetch(ahead + n_out * N_IN)
                 gdc_wait()
-            if PARTS:
-                part = tl.arange(0, PARTS)
-                place = x_squares + m[:, None] * parts + part[None, :]
-                squares = tl.load(place, mask=row & (part < parts)[None, :], other=0.0)
-            for start in range(0, N_IN, CHAINS * BLOCK_K):
-                next_sums, next_gated = (), ()
-                for chain in tl.static_range(CHAINS):
-                    step = start + chain * BLOCK_K
-                    a = tl.load(x_tile + step, mask=row, other=0.0)
-                    w = tl.load(w_tile + step, mask=column, other=0.0)
-                    if NORM:
-                        # The norm's factor of the whole row is known at the end, and is linear.
-                        wide = a.to(tl.float32)
-                        squares += wide * wide
-                        a = (wide * tl.load(norm + step + k).to(tl.float32)[None, :]).to(a.dtype)
-                    next_sums += (tl.dot(a, w, sums[chain]),)
-                    if GATED:
-                        up = tl.load(w_tile + n_out * N_IN + step, mask=column, other=0.0)
-                        next_gated += (tl.dot(a, up, gated[chain]),)
-                sums = next_sums
+            for step in range(0, N_IN, BLOCK_K):
+                a = tl.load(x_tile + step, mask=row, other=0.0)
+                w = tl.load(w_tile + step, mask=column, other=0.0)
+                if NORM:
+                    # The norm's factor of the whole row is known at the end, and is linear.
+                    wide_a = a.to(tl.float32)
+                    squares += wide_a * wide_a
+                    a = (wide_a * tl.load(norm + step + k).to(tl.float32)[None, :]).to(a.dtype)
+                sums = (tl.dot(a, w, sums[0]),)
                 if GATED:
-                    gated = next_gated
+                    up = tl.load(w_tile + n_out * N_IN + step, mask=column, other=0.0)
+                    gated = (tl.dot(a, up, gated[0]),)
             if DEPENDENT:
                 # Not before: the next launch's blocks would crowd on the multiprocessors that are free first.
                 gdc_launch_dependents()
@@ -169,10 +128,16 @@ if triton is not None:
             total += sums[chain]
             if GATED:
                 total_gated += gated[chain]
-        _finish(
-            total, total_gated, squares, residual, out, next_norm, scaled, next_squares, m, n, rows, n_out,
-            eps, N_IN, NORM or PARTS > 0, GATED, RESIDUAL, SCALES,
-        )  # fmt: skip
+        if NORM:
+            factor = tl.rsqrt(tl.sum(squares, 1) / N_IN + eps)[:, None]
+            total *= factor
+            total_gated *= factor
+        if GATED:
+            total = total * tl.sigmoid(total) * total_gated
+        place, inside = m[:, None] * n_out + n[None, :], row & column
+        if RESIDUAL:
+            total += tl.load(residual + place, mask=inside).to(tl.float32)
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit(do_not_specialize=["rows"])
     def _qkv_kernel(
@@ -224,14 +189,6 @@ if triton is not None:
         tl.store(v_cache + value, turned, mask=(row & (head >= Q_HEADS + KV_HEADS))[:, None])
 
     @triton.jit
-    def _prefetch(pointers):
-        """The cache lines at these addresses, on their way to the L2 cache."""
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-    @triton.jit
     def _norm_kernel(
         x, norm, out, x_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
     ):  # fmt: skip
@@ -271,9 +228,9 @@ if triton is not None:
         Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
         APPEND: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
-        """One row: QK-norm and RoPE of its heads, in place; K and V into the cache."""
+        """Some heads of a row: QK-norm and RoPE, in place; K and V into the cache."""
         row = tl.program_id(0).to(tl.int64)
-        head, pair = tl.arange(0, BLOCK), tl.arange(0, DIM // 2)
+        head, pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM // 2)
         rotated, known = head < Q_HEADS + KV_HEADS, head < Q_HEADS + 2 * KV_HEADS
         place = head[:, None] * DIM + tl.arange(0, DIM)[None, :]
         base = qkv + row * ((Q_HEADS + 2 * KV_HEADS) * DIM)
@@ -300,17 +257,8 @@ if triton is not None:
         tl.store(base + place, turned, mask=here[:, None])
 
 
-class Scaled(NamedTuple):
-    """Rows on their way through an RMSNorm: times its weights, (rows, features), and the sums of their
-    squares in parts, (rows, parts) fp32, from which follows what is left to multiply by."""
-
-    rows: Tensor
-    squares: Tensor
-
-
 class _Tiles(NamedTuple):
-    """held: a tile's weights are loaded at once; else ahead: features of them that go into the L2 cache
-    before the launch before has ended. chains: sums that take turns."""
+    """held: a tile's weights are loaded at once; chains: sums that take turns."""
 
     m: int
     n: int
@@ -318,42 +266,27 @@ class _Tiles(NamedTuple):
     warps: int
     stages: int
     held: bool = False
-    ahead: int = 0
     chains: int = 1
 
 
 def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
-    """Measured on an H200. Of small weights, which lie in the L2 cache, small tiles that are held whole; of
-    large ones, as many bytes in flight as fit, and of few blocks the first ones fetched ahead."""
-    if n_in <= _WIDE:
-        k = next(k for k in (256, BLOCK_IN) if n_in % k == 0)
-        if rows > 16:
-            if rows > 128 and n_out > 4096:
-                return _Tiles(64, 128, 64, 8, 3)
-            if n_out > 4096:
-                return _Tiles(64, 64, BLOCK_IN, 4, 4)
-            if rows <= 64 and n_in <= 1280 and 2 * n_in * (16 + 32 * (1 + gated)) <= _HELD:
-                if gated and n_in % 512 == 0:
-                    return _Tiles(16, 32, BLOCK_IN, 4, 3, held=True, chains=4)
-                return _Tiles(16, 32, 512 if n_in % 512 == 0 else k, 4, 3, held=True)
-            m = 32 if n_in <= 512 or gated or n_out > 1024 else 64
-            return _Tiles(m, 32, k, 4, 3, held=n_in <= 512)
-        n = 64 if n_out > 4096 else 32
-        if n_in > 1280 or 2 * n_in * (16 + n * (1 + gated)) > _HELD:
-            return _Tiles(16, 32, k, 4, 3)
-        return _Tiles(16, n, 512 if n_in % 512 == 0 else k, 4, 3, held=True)
-    block_m = min(max(triton.next_power_of_2(rows), 16), 64)
-    if block_m > 32 or n_out > 1 << 16:
-        return _Tiles(block_m, 64, BLOCK_IN, 4, 4)
-    if block_m == 16:
-        if gated:
-            return _Tiles(16, 32, BLOCK_IN, 4, 4)
-        if n_in % 256:
-            return _Tiles(16, 32, BLOCK_IN, 4, 10, ahead=512)
-        if n_in > 8192:
-            return _Tiles(16, 32, 64, 4, 6, ahead=512, chains=4)
-        return _Tiles(16, 32, BLOCK_IN, 4, 4, ahead=256, chains=2)
-    return _Tiles(32, 64, BLOCK_IN, 4, 4) if n_out * (1 + gated) > 8192 else _Tiles(32, 32, BLOCK_IN, 4, 6)
+    """Of small weights, which lie in the L2 cache: small tiles that are held whole. Measured on an H200."""
+    k = next(k for k in (256, BLOCK_IN) if n_in % k == 0)
+    if rows > 16:
+        if rows > 128 and n_out > 4096:
+            return _Tiles(64, 128, 64, 8, 3)
+        if n_out > 4096:
+            return _Tiles(64, 64, BLOCK_IN, 4, 4)
+        if rows <= 64 and n_in <= 1280 and 2 * n_in * (16 + 32 * (1 + gated)) <= _HELD:
+            if gated and n_in % 512 == 0:
+                return _Tiles(16, 32, BLOCK_IN, 4, 3, held=True, chains=4)
+            return _Tiles(16, 32, 512 if n_in % 512 == 0 else k, 4, 3, held=True)
+        m = 32 if n_in <= 512 or gated or n_out > 1024 else 64
+        return _Tiles(m, 32, k, 4, 3, held=n_in <= 512)
+    n = 64 if n_out > 4096 else 32
+    if n_in > 1280 or 2 * n_in * (16 + n * (1 + gated)) > _HELD:
+        return _Tiles(16, 32, k, 4, 3)
+    return _Tiles(16, n, 512 if n_in % 512 == 0 else k, 4, 3, held=True)
 
 
 def _fitting(tiles: _Tiles, device: torch.device) -> _Tiles:
@@ -430,19 +363,32 @@ def linear(
     x: (rows, in_features), rows contiguous, or, of so many features that `norms_apart`, `Scaled`; weight:
     (out_features, in_features); norm: (in_features,), weight of an RMSNorm; gated: of weight's two halves,
     SiLU of the first times the second; residual (rows, out_features) is overwritten and returned; dtype: of
-    the result, default x's. fixed: the same tiles for every number of rows. in_features must be a multiple of
-    `BLOCK_IN`.
+    the result, default x's. fixed: the same tiles for every number of rows. in_features: as `serves` wants.
     """
-    if norm is not None and not isinstance(x, Scaled) and norms_apart(weight.shape[1]):
-        x, norm = _rms_norm(x, norm, eps), None
-    return _linear(x, weight, norm, eps, gated, residual, dtype, fixed, None)[0]
+    if norms_apart(weight.shape[1]):
+        if norm is not None and not isinstance(x, Scaled):
+            x = _rms_norm(x, norm, eps)
+        return wide.product(x, weight, eps, gated, residual, dtype, fixed)[0]
+    assert not isinstance(x, Scaled)
+    (rows, n_in), n_out = x.shape, weight.shape[0] // (2 if gated else 1)
+    out = x.new_empty((rows, n_out), dtype=dtype) if residual is None else residual
+    tiles = _fitting(_tiles(64 if fixed else rows, n_in, n_out, gated), x.device)
+    if rows:
+        _linear_kernel[(triton.cdiv(n_out, tiles.n), triton.cdiv(rows, tiles.m))](
+            x, weight, norm, residual, out, rows, n_out, x.stride(0), eps,
+            N_IN=n_in, NORM=norm is not None, GATED=gated, RESIDUAL=residual is not None, BLOCK_M=tiles.m,
+            BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHAINS=tiles.chains, HELD=tiles.held, num_warps=tiles.warps,
+            num_stages=tiles.stages, **jit.launch_options(x.device),
+        )  # fmt: skip
+    return out
 
 
 def scaling_linear(
     x: Tensor, weight: Tensor, residual: Tensor, next_norm: Tensor, fixed: bool = False
 ) -> tuple[Tensor, Scaled]:
-    """`linear` with a residual, and the first half of the RMSNorm behind it with the weights next_norm."""
-    out, scaled = _linear(x, weight, None, 0.0, False, residual, None, fixed, next_norm)
+    """`linear` with a residual, and the first half of the RMSNorm behind it with the weights next_norm; for
+    weights of which input and output features are so many that `norms_apart`."""
+    out, scaled = wide.product(x, weight, residual=residual, next_norm=next_norm, fixed=fixed)
     assert scaled is not None
     return out, scaled
 
@@ -451,34 +397,6 @@ def norms_apart(features: int) -> bool:
     """Whether RMSNorm of so many features is not a part of the matrix product behind it: in a long loop it
     would hold up the weights."""
     return features > _WIDE
-
-
-def _linear(
-    x: Tensor | Scaled, weight: Tensor, norm: Tensor | None, eps: float, gated: bool, residual: Tensor | None,
-    dtype: torch.dtype | None, fixed: bool, next_norm: Tensor | None,
-) -> tuple[Tensor, Scaled | None]:  # fmt: skip
-    x_squares, parts = None, 0
-    if isinstance(x, Scaled):
-        (x, x_squares), norm = x, None
-        parts = x_squares.shape[1]
-    (rows, n_in), n_out = x.shape, weight.shape[0] // (2 if gated else 1)
-    out = x.new_empty((rows, n_out), dtype=dtype) if residual is None else residual
-    tiles = _fitting(_tiles(64 if fixed else rows, n_in, n_out, gated), x.device)
-    grid = (triton.cdiv(n_out, tiles.n), triton.cdiv(rows, tiles.m))
-    scaled = None
-    if next_norm is not None:
-        squares = torch.empty((rows, grid[0]), dtype=torch.float32, device=x.device)
-        scaled = Scaled(torch.empty_like(out), squares)
-    if rows:
-        _linear_kernel[grid](
-            x, weight, norm, x_squares, residual, out, next_norm, *(scaled or (None, None)), rows, n_out,
-            parts, x.stride(0), eps,
-            N_IN=n_in, NORM=norm is not None, PARTS=triton.next_power_of_2(parts) if parts else 0,
-            GATED=gated, RESIDUAL=residual is not None, SCALES=scaled is not None,
-            BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, CHAINS=tiles.chains, HELD=tiles.held,
-            AHEAD=tiles.ahead, num_warps=tiles.warps, num_stages=tiles.stages, **jit.launch_options(x.device),
-        )  # fmt: skip
-    return out, scaled
 
 
 def joins(in_features: int, head_dim: int, device: torch.device) -> bool:
@@ -523,8 +441,8 @@ def rotate(
     kv_heads = heads - norm.shape[0]
     k, v, slots = (None, None, None) if target is None else target
     if rows:
-        _rotate_kernel[(rows,)](
+        _rotate_kernel[(rows, triton.cdiv(heads, _ROTATED))](
             qkv, norm, torch.view_as_real(rope), positions, slots, k, v, eps,
             Q_HEADS=heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim,
-            BLOCK=triton.next_power_of_2(heads), APPEND=target is not None, **jit.launch_options(qkv.device),
+            BLOCK=_ROTATED, APPEND=target is not None, **jit.launch_options(qkv.device),
         )  # fmt: skip

@@ -101,7 +101,8 @@ class Linear:
     ) -> tuple[torch.Tensor, fused.Scaled | None]:
         """`self(x, residual)`; and, where it saves a launch, what `of_norm` of a layer behind it that has
         the same `fixed_rows` takes for the RMSNorm with the weight `norm` (None: there is none)."""
-        apart = fused.norms_apart(self.out_features) and self._serves(x, self.out_features)
+        sizes = (self.in_features, self.out_features)
+        apart = all(fused.norms_apart(size) and self._serves(x, size) for size in sizes)
         if norm is None or self._weight is None or not apart or not self._fused(x):
             return self(x, residual), None
         return fused.scaling_linear(x, self._weight, residual, norm, fixed=self.fixed_rows)
