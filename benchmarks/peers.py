@@ -76,7 +76,8 @@ class FlashAttention3:
 
 
 class FlashInfer:
-    """FlashInfer's fa2 kernels, where flashinfer is installed; it compiles or finds its modules by itself.
+    """FlashInfer's fa2 kernels and its top-k, where flashinfer is installed; it compiles or finds its modules
+    by itself.
 
     One row goes through its decode wrapper with tensor cores, more through its paged prefill wrapper.
     plan() runs outside the timed region.
@@ -141,6 +142,24 @@ class FlashInfer:
             wrapper.run(q, (keys, values), out=out)
 
         return Contender(bind(launch, caches), lambda: out)
+
+    def top_k(self, scores: Sequence[Tensor], k: int, deterministic: bool = False) -> Contender:
+        """Unsorted positions of the k largest of each row, and their values: its own choice of kernel."""
+        select = functools.partial(self._library.top_k, k=k, deterministic=deterministic)
+        return Contender(
+            [functools.partial(select, row) for row in scores],
+            lambda: select(scores[0])[0].sort(dim=1, descending=True).values,
+        )
+
+    def top_k_slots(
+        self, scores: Sequence[Tensor], k: int, block_table: Tensor, lengths: Tensor, page_size: int
+    ) -> Contender:
+        """Unsorted slots of the k largest of each row."""
+        select = functools.partial(
+            self._library.top_k_page_table_transform,
+            src_page_table=block_table, lengths=lengths, k=k, page_size=page_size,
+        )  # fmt: skip
+        return Contender([functools.partial(select, row) for row in scores])
 
 
 @dataclass(frozen=True)

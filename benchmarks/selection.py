@@ -1,4 +1,4 @@
-"""topk_aggregate_logits (select) against the read ceiling and torch.topk.
+"""topk_aggregate_logits (select) against the read ceiling, torch.topk and FlashInfer's top_k.
 
 Bytes are those of the dump that any kernel has to read. This script is not called select.py because, first
 on the path of every script beside it, that name would hide Python's own module.
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 import harness
 import torch
 from harness import Bench, Cell, Contender, Launch, Setup
+from peers import FlashInfer, Peers
 from torch import Tensor
 from torch.nn import functional
 
@@ -129,17 +130,33 @@ class _Problem:
 
         return Contender(launches, result)
 
+    @functools.cached_property
+    def ready(self) -> list[Tensor]:
+        return [self.scores(dump) for dump in self.dumps]
+
     def topk_only(self) -> Contender:
         """torch.topk of scores that are already there: neither pooling, nor sums, nor order, nor slots."""
-        ready = [self.scores(dump) for dump in self.dumps]
-        k = self.case.k
+        ready, k = self.ready, self.case.k
         return Contender(
             [functools.partial(torch.topk, scores, k, dim=1, sorted=False) for scores in ready],
             lambda: ready[0].topk(k, dim=1).values,
         )
 
+    def flashinfer(self, flashinfer: FlashInfer) -> dict[str, Callable[[], Contender]]:
+        """FlashInfer's top-k, of scores that are already there, neither in order nor with forced tokens."""
+        ready, k, layers = self.ready, self.case.k, self.case.layers
+        table, lengths = self._table(), self.seqlens.repeat(layers)
+        return {
+            "FlashInfer": lambda: flashinfer.top_k(ready, k),
+            "FlashInfer, deterministic": lambda: flashinfer.top_k(ready, k, deterministic=True),
+            "FlashInfer, slots": lambda: flashinfer.top_k_slots(ready, k, table, lengths, PAGE_SIZE),
+        }
+
+    def _table(self) -> Tensor:
+        return self.block_table.repeat(self.case.layers, 1) if self.case.layers > 1 else self.block_table
+
     def _to_slots(self, tokens: Tensor) -> Tensor:
-        table = self.block_table.repeat(self.case.layers, 1) if self.case.layers > 1 else self.block_table
+        table = self._table()
         return table.gather(1, tokens // PAGE_SIZE) * PAGE_SIZE + (tokens % PAGE_SIZE).to(torch.int32)
 
     def same_output(self) -> Contender:
@@ -169,7 +186,7 @@ class _Problem:
         return Contender([functools.partial(launch, dump) for dump in self.dumps])
 
 
-def _build(case: Case, bench: Bench) -> Setup:
+def _build(case: Case, found: Peers, bench: Bench) -> Setup:
     problem = _Problem(case, bench)
     peers: dict[str, Callable[[], Contender]] = {
         "torch.topk": problem.topk_only,
@@ -177,14 +194,17 @@ def _build(case: Case, bench: Bench) -> Setup:
     }
     if case.data != "equal":
         peers["torch.kthvalue, scan"] = problem.kth_value
+    if found.flashinfer is not None:
+        peers.update(problem.flashinfer(found.flashinfer))
     # Sums of weights are rounded differently, so the selected sets may differ at the k-th place.
     return Setup(problem.ours(), peers, tolerance=1e-4 if case.dump == "kv_head" else 0.0)
 
 
-def _cell(case: Case) -> Cell:
+def _cell(case: Case, found: Peers) -> Cell:
     panel = case.dump + (", pooled" if case.pool != (0, 0) else "")
     fields = {**asdict(case), "mode": "weight" if case.dump == "kv_head" else "logit"}
-    return Cell("select", fields, case.dump_bytes, _regime(case), panel, functools.partial(_build, case))
+    build = functools.partial(_build, case, found)
+    return Cell("select", fields, case.dump_bytes, _regime(case), panel, build)
 
 
 def _five_percent(batch: int, context: int) -> Case:
@@ -241,8 +261,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = harness.parse_arguments("selection", __doc__, argv)
     bench = Bench(arguments)
     cases = _cuda_cases(bench.quick) if bench.is_cuda else _cpu_cases(bench.quick)
-    cells = [_cell(case) for case in cases]
-    return harness.run("select", arguments, bench, cells, {"torch": str(torch.__version__)})
+    found = Peers(flashinfer=FlashInfer.find() if bench.is_cuda else None)
+    cells = [_cell(case, found) for case in cases]
+    return harness.run("select", arguments, bench, cells, found.versions())
 
 
 if __name__ == "__main__":
