@@ -125,6 +125,10 @@ struct Bins {
     const uint32_t key = order_key(__float_as_uint(x));
     return key < least || key > most ? 0 : 1 + (key - least >> shift);
   }
+  // The first and the last bin take what lies beyond.
+  __device__ __forceinline__ uint32_t of_key_within(float x) const {
+    return 1 + (min(max(order_key(__float_as_uint(x)), least), most) - least >> shift);
+  }
 
   __device__ __forceinline__ uint32_t operator()(float x) const { return by_key ? of_key(x) : of_value(x); }
 };

@@ -306,10 +306,40 @@ struct Selector {
     return rank;
   }
 
+  // What the bin of the threshold holds is counted between its ends, by key, which divides a heavy tail better. Returns
+  // whether that found the threshold; where a large part of the list shares a bin, its scores are probably equal.
+  __device__ __forceinline__ bool look_between_ends(const Bins& bins) {
+    const uint32_t bin = shared.bin, within = shared.rank, better = shared.better;
+    const float from = bins.low + __fdividef(bin - 1.5f, bins.scale), to = bins.low + __fdividef(bin - .5f, bins.scale);
+    if (bin == 0 || bin == kAbove || 16 * shared.count > shared.length || !(from < to)) return false;
+    const Bins closer = Bins::of_keys(order_key(__float_as_uint(from)), order_key(__float_as_uint(to)));
+    __syncthreads();
+    if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
+    __syncthreads();
+    visit_kept([&](float x) {
+      if (bins.of_value(x) == bin) atomicAdd(&shared.histogram[closer.of_key_within(x)], 1u);
+    });
+    exchange_counts();
+    locate(within);
+    if (shared.count > kRanked) {
+      __syncthreads();
+      if (threadIdx.x == 0) shared.bin = bin, shared.rank = within, shared.better = better;
+      __syncthreads();
+      return false;
+    }
+    visit_kept([&](float x) {
+      if (bins.of_value(x) == bin && closer.of_key_within(x) == shared.bin) *room_for(1) = x;
+    });
+    exchange_scores();
+    rank_scores();
+    return true;
+  }
+
   // What the bin of the threshold holds is counted between its extremes, until few are left.
   __device__ __forceinline__ uint32_t look_closer(Bins bins, uint32_t rank) {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) kept[i * threads() + threadIdx.x] = x[i];
+    if (look_between_ends(bins)) return rank;
     do {
       const uint32_t within = shared.rank;
       uint32_t earlier;
