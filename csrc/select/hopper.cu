@@ -28,13 +28,15 @@ Shape shape_for(int64_t lists, const VegasSelectParams& p, int num_sms) {
   int bits = 0;
   const auto share = [&] { return (words + (int64_t{1} << bits) - 1) >> bits; };
   const auto ctas = [&] { return lists << bits; };
-  // Large clusters do not pack well: unless there is much work, no more than half of the multiprocessors take them.
-  const auto idle = [&] { return bits < 2 || share() > 8 * kTurn ? num_sms : num_sms / 2; };
+  // Clusters of more than 2 do not pack well: an eighth of the multiprocessors takes none, and unless there is much
+  // work, half of them shall not.
+  const int packed = num_sms - num_sms / 8;
+  const auto room = [&] { return bits < 1 ? num_sms : share() > 8 * kTurn ? packed : num_sms / 2; };
   const auto enough = [&] { return bits < 2 ? kTurn / 2 : kTurn; };
-  while (bits < most_cluster_bits(num_sms) && (share() > kMostWords || (share() > enough() && 2 * ctas() <= idle()))) {
+  while (bits < most_cluster_bits(num_sms) && (share() > kMostWords || (share() > enough() && 2 * ctas() <= room()))) {
     ++bits;
   }
-  const bool whole = ctas() <= (bits < 2 ? num_sms : num_sms / 2);  // a multiprocessor for every CTA
+  const bool whole = ctas() <= (bits < 2 ? num_sms : packed);  // a multiprocessor for every CTA
   const int warps = whole && share() > 4 * kTurn ? kWarps : kFewWarps;
   return {bits, static_cast<int>((share() + kRowWords * warps - 1) / (kRowWords * warps)), warps};
 }

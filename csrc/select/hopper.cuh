@@ -41,12 +41,10 @@ struct Selector {
   __device__ __forceinline__ int32_t reach() const { return p.pool_before + p.pool_after; }
   __device__ __forceinline__ int rows() const { return (slice.words + kRowWords - 1) / kRowWords; }
 
-  // Where the table of listed scores has that of a bit. Every thread has slots of its own, for what it reads itself: 1,
-  // or 2 where there are half as many warps.
-  __device__ __forceinline__ static uint32_t own_slots() { return warps() == kWarps ? 31 : 63; }  // of a warp, less 1
+  // Where the table of listed scores has that of a bit. Every thread has slots of its own, for what it reads itself.
   __device__ __forceinline__ static uint32_t recent_slot(int32_t bit) {
-    const uint32_t place = bit - 32, row_to_warp = place >> (warps() == kWarps ? 3 : 2);
-    return ((row_to_warp & ~own_slots()) | (place & own_slots())) % kRecent;
+    const uint32_t place = bit - 32;
+    return kRecent * (place / kRow & warps() - 1) + place % kRecent;
   }
 
   // ---- reading ------------------------------------------------------------------------------------------------------
@@ -59,6 +57,11 @@ struct Selector {
       bits = __funnelshift_l(__float_as_uint(__fsub_rn(threshold, x[i])), bits, 1);
     }
     return bits;
+  }
+
+  __device__ __forceinline__ static float picked(const float (&x)[kRowWords], uint32_t i) {
+    const float a = i & 1 ? x[1] : x[0], b = i & 1 ? x[3] : x[2], c = i & 1 ? x[5] : x[4], d = i & 1 ? x[7] : x[6];
+    return i & 4 ? i & 2 ? d : c : i & 2 ? b : a;
   }
 
   // Bits say which scores are at or above the interval, and which inside it; these are listed too, unless they are all
@@ -84,18 +87,17 @@ struct Selector {
         arrays.recent[recent_slot(lane)] = listed;
       }
     }
-    Listed* const recent = arrays.recent + recent_slot(32 + kRow * warp_of_thread() + lane);
-    const Transposition transposed;
-    // Of its words, a lane stores that of its number.
-    constexpr int kSets = kPooled ? 3 : 2;
-    uint32_t* const words = arrays.inside + 1 + (lane / kRowWords) * (arrays.above - arrays.inside) + lane % kRowWords;
-    const int num_rows = rows();
+    const Rows loader(slice);
+    Listed* const recent = arrays.recent + recent_slot(32 + kRow * warp_of_thread() + 4 * lane);
+    // A byte of every set.
+    char* const bytes = reinterpret_cast<char*>(arrays.inside) + 4 + (lane % 2 * kRow / 16 + lane / 2);
+    const int32_t set_bytes = reinterpret_cast<char*>(arrays.above) - reinterpret_cast<char*>(arrays.inside);
 #pragma unroll 1
-    for (int row = warp_of_thread(); row < num_rows; row += warps()) {
+    for (uint32_t at = kRow * warp_of_thread(); at < 32 * slice.words; at += kRow * warps()) {
       float x[kRowWords];
 #pragma unroll
       for (int i = 0; i < kRowWords; ++i) x[i] = next[i];
-      if (row + warps() < num_rows) load_row(next, slice, row + warps());
+      if (at + kRow * warps() < 32 * slice.words) loader.load(next, at + kRow * warps());
       uint32_t bits = 0xff;
       if (kPooled) {
         float sum = x[0];
@@ -105,21 +107,22 @@ struct Selector {
       }
       bits = add_bits(add_bits(bits, x, high), x, low);
       const uint32_t inside = bits & ~(bits >> kRowWords) & 0xff;
-      bits = transposed((bits & ~0xffu) | inside);
-      if (lane < kSets * kRowWords) words[kRowWords * row] = bits;
+      bits = neighbours((bits & ~0xffu) | inside);
+      char* const to_bytes = bytes + at / 8;
+      to_bytes[0] = static_cast<char>(bits), to_bytes[set_bytes] = static_cast<char>(bits >> 8);
+      if (kPooled) to_bytes[2 * set_bytes] = static_cast<char>(bits >> 16);
       if (!one_key && inside) {
         const int32_t own = __popc(inside), slot = atomicAdd(count, own);
         if (slot + own <= room) {
           Listed* to = list + slot;
-          const uint32_t bit = 32 + kRow * row + lane;
-#pragma unroll
-          for (int i = 0; i < kRowWords; ++i) {
-            if (inside >> i & 1) {
-              const Listed listed = {__float_as_uint(x[i]), bit + 32 * i};
-              *to++ = listed;
-              if (kPooled) recent[32 * i & own_slots()] = listed;
-            }
-          }
+          uint32_t left = inside;
+#pragma unroll 1
+          do {
+            const uint32_t which = __ffs(left) - 1;
+            const Listed listed = {__float_as_uint(picked(x, which)), 32u + at + place_in_row(lane, which)};
+            *to++ = listed;
+            if (kPooled) recent[which % 4] = listed;
+          } while (left &= left - 1);
         }
       }
     }
@@ -177,7 +180,7 @@ struct Selector {
     const bool by_bins = fits && !one_key;
     uint32_t above = 0, inside = 0;
 #pragma unroll 1
-    for (int32_t word = 1 + threadIdx.x; word <= slice.words + 1; word += threads()) {
+    for (int32_t word = 1 + threadIdx.x; word <= slice.words; word += threads()) {
       if (kPooled) {
         const uint32_t ranked = ranked_places(slice, arrays.selectable, word, p.pool_after);
         const uint32_t open = ranked & ~widened(arrays.above, word, reach());
@@ -185,13 +188,13 @@ struct Selector {
         arrays.ranked[word] = ranked;
         arrays.open[word] = open;
         if (!by_bins) inside += __popc(open & widened(arrays.inside, word, reach()));
-      } else if (word <= slice.words) {
+      } else {
         above += __popc(arrays.above[word]);
         if (!by_bins) inside += __popc(arrays.inside[word]);
       }
     }
     if (kPooled) {
-      if (threadIdx.x == 0) arrays.open[0] = 0;
+      if (threadIdx.x == 0) arrays.open[0] = 0, arrays.open[slice.words + 1] = 0;
       __syncthreads();
     }
     above = __reduce_add_sync(kAllLanes, above);
@@ -213,9 +216,10 @@ struct Selector {
     exchange_counts();
     // From now on of the threshold.
 #pragma unroll 1
-    for (int32_t word = threadIdx.x; word <= slice.words; word += threads()) {
+    for (int32_t word = 1 + threadIdx.x; word <= slice.words; word += threads()) {
       arrays.equal[word] = one_key ? arrays.inside[word] : 0;
     }
+    if (threadIdx.x == 0) arrays.equal[0] = one_key ? arrays.inside[0] : 0;
   }
 
   // Counts all scores by bins of an interval, however many are inside.
@@ -424,7 +428,7 @@ struct Selector {
           begin_anew();
         } while (!is_one_key(interval) && shared.found.count > room);
       }
-      if (warp_of_thread() < rows()) load_row(first, slice, warp_of_thread());
+      if (warp_of_thread() < rows()) Rows(slice).load(first, kRow * warp_of_thread());
     }
     if (shared.total < rank) {
       // Too few are selectable: all of them are taken.
@@ -434,7 +438,7 @@ struct Selector {
     for (;;) {
       const Found found = shared.found;
       interval = bin_of(interval, found.bin);
-      if (!is_one_key(interval) && found.listed > kRanked) {
+      if (!is_one_key(interval) && found.listed > threads() / 4) {
         if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
         interval = occupied(interval);
         if (!is_one_key(interval)) {
@@ -495,6 +499,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   join_cluster();
   const int32_t index = blockIdx.x >> shape.cluster_bits, cta = blockIdx.x & ((1 << shape.cluster_bits) - 1);
   const List list = list_at(p, list_of_cta(wave, shape));
+  const auto slice_of = [&](const Planes& planes, const Quota& quota, int32_t length) {
+    const float* const scores =
+        wave.source ? wave.source + index * wave.stride : static_cast<const float*>(p.logits) + planes.offset;
+    return Slice(p, scores, quota, length, list.request, kPooled, cta, shape.cluster_bits);
+  };
+  // While the previous launch ends; what it has yet to write is read again.
+  const RequestWords early = request_words(p, list.request, load_current);
+  const int32_t length = smaller(larger(early.seqlen, 0), p.max_seqlen_k);
+  const Planes early_planes = planes_of(p, list, early);
+  const Quota early_quota = quota_of(p, length, early.k);
+  if (early_planes.rows > 0 && early_quota.free > 0) {
+    const Slice slice = slice_of(early_planes, early_quota, length);
+#pragma unroll
+    for (int i = 0; i < Sample<kPooled>::kMost; ++i) {
+      const int32_t place = Sample<kPooled>::draw(slice, Sample<kPooled>::window(i));
+      if (place >= 0 && Sample<kPooled>::part() == 0) prefetch(slice.at(place));
+    }
+    prefetch_pages(p, slice);
+    if (threadIdx.x == 0) prefetch(output(p, wave, shape));
+  }
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
 
@@ -502,37 +526,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   Quota quota = quota_of(p, list.request);
   uint32_t taken = 0;
   if (planes.rows > 0 && quota.free > 0) {
-    Slice slice;
-    slice.scores =
-        wave.source ? wave.source + index * wave.stride : static_cast<const float*>(p.logits) + planes.offset;
-    slice.request = list.request;
-    slice.after = p.pool_after;
-    slice.reach = p.pool_before + p.pool_after;
-    slice.begin = quota.begin + slice.after;
-    slice.end = quota.end + slice.after;
-    slice.from = kPooled ? 0 : slice.begin;
-    slice.to = kPooled ? candidates(p, list.request) : slice.end;
-    const int32_t origin =
-        slice.begin - static_cast<int32_t>((reinterpret_cast<uintptr_t>(slice.scores) / 4 + slice.begin) % 32);
-    const int32_t words = (slice.end - origin + 31) / 32;
-    const int32_t share = (words + (1 << shape.cluster_bits) - 1) >> shape.cluster_bits;
-    slice.first = origin + 32 * cta * share;
-    slice.words = larger(smaller(share, words - cta * share), 0);
+    const Slice slice = slice_of(planes, quota, candidates(p, list.request));
     if (threadIdx.x == 0) shared.quota = quota, shared.slice = slice;  // registers are scarce
     const uint32_t rank = quota.free;
-    Sample sample;
-    if (threadIdx.x < kSamples) sample.load<kPooled>(slice);
+    Sample<kPooled> sample;
+    sample.load(slice);
     float first[kRowWords];
-    if (kRowWords * warp_of_thread() < slice.words) load_row(first, slice, warp_of_thread());
-    prefetch_pages(p, slice);
+    if (kRowWords * warp_of_thread() < slice.words) Rows(slice).load(first, kRow * warp_of_thread());
     const Margins margins(__fdividef(rank, quota.end - quota.begin));
-    if (threadIdx.x < kSamples) {
-      const uint32_t key = sample.key<kPooled>(slice);
-      const uint32_t least = __reduce_min_sync(kAllLanes, key ? key : kAllLanes);
-      const uint32_t most = __reduce_max_sync(kAllLanes, key);
-      shared.sample_keys[threadIdx.x] = key;
-      if (lane_of_thread() == 0) shared.warp_least[warp_of_thread()] = least, shared.warp_most[warp_of_thread()] = most;
+    uint32_t least = kAllLanes, most = 0;
+#pragma unroll
+    for (int i = 0; i < sample.kMost; ++i) {
+      const uint32_t key = sample.key(slice, i), window = sample.window(i);
+      if (window < kSamples && sample.part() == 0) shared.sample_keys[window] = key;
+      if (key) least = min(least, key), most = max(most, key);
     }
+    least = __reduce_min_sync(kAllLanes, least);
+    most = __reduce_max_sync(kAllLanes, most);
+    if (lane_of_thread() == 0) shared.warp_least[warp_of_thread()] = least, shared.warp_most[warp_of_thread()] = most;
     __syncthreads();
     const Interval bracketed = bracket(shared, margins);
     if (threadIdx.x == 0) shared.bracket = bracketed;

@@ -18,9 +18,9 @@ constexpr int kSamples = 512;                     // no more than threads
 constexpr int kSampleBits = 10;
 constexpr int kSampleBins = 1 << kSampleBits;
 constexpr int kBracketThreads = 256;           // that look at the sample
-constexpr int kRanked = 128;                   // keys that are compared one with another
-constexpr int kRecent = 1024;                  // listed scores that are found by their places
-constexpr int kMostListed = 512;               // scores inside the bracket, by warp
+constexpr int kRanked = 256;                   // keys that are compared one with another, at most a quarter of threads
+constexpr int kRecent = kRow / 2;              // listed scores that are found by their places, by warp
+constexpr int kMostListed = 480;               // scores inside the bracket, by warp
 constexpr uint32_t kLowestKey = 0x00800000u;   // of -FLT_MAX
 constexpr uint32_t kHighestKey = 0xff800000u;  // of +inf
 
@@ -105,9 +105,9 @@ struct Arrays {
   uint32_t* ranked;      // places that are, and selectable
   uint32_t* open;        // of these, those with no score above the interval in their window
   uint32_t* equal;       // in the same memory: scores equal to the threshold
-  Listed* recent;        // (kRecent,): of the listed, the last of those that share a slot
+  Listed* recent;        // (warps, kRecent): of the listed, the last of those that share a slot
   Listed* listed;        // (warps, most_listed)
-  uint16_t* gathered;    // in the same memory: places of the chosen
+  uint16_t* gathered;    // in the memory of these two: places of the chosen
 
   __device__ __forceinline__ Arrays(void* from, const Shape& shape) {
     histograms = static_cast<uint32_t*>(from);
@@ -117,16 +117,16 @@ struct Arrays {
     ranked = selectable + most_words(shape);
     open = equal = ranked + most_words(shape);
     recent = reinterpret_cast<Listed*>(open + most_words(shape));
-    listed = recent + kRecent;
-    gathered = reinterpret_cast<uint16_t*>(listed);
+    listed = recent + kRecent * shape.warps;
+    gathered = reinterpret_cast<uint16_t*>(recent);
   }
 };
 
 __host__ __device__ constexpr int shared_bytes(const Shape& shape) {
-  const int listed = shape.warps * most_listed(shape) * static_cast<int>(sizeof(Listed));
+  const int listed = shape.warps * (kRecent + most_listed(shape)) * static_cast<int>(sizeof(Listed));
   const int gathered = shape.warps * shape.turns * kRow * 2;
   return static_cast<int>(sizeof(Shared)) + (kBins * 4 << shape.cluster_bits) + 5 * 4 * most_words(shape) +
-         kRecent * static_cast<int>(sizeof(Listed)) + (listed > gathered ? listed : gathered);
+         (listed > gathered ? listed : gathered);
 }
 
 // ---- keys and bins --------------------------------------------------------------------------------------------------
@@ -161,53 +161,62 @@ __device__ __forceinline__ bool is_one_key(const Interval& interval) { return in
 
 // ---- the bracket ----------------------------------------------------------------------------------------------------
 
-// The score of a thread's sample, in two steps, so that others are loaded meanwhile: somewhere in the thread's share of
-// the list, at the last place of a group of 4 or 8.
+// Windows of the sample, in two steps, so that others are loaded meanwhile: somewhere in each one's share of the list,
+// at the last place of a group of 4 or 8. Two lanes share a window of several scores, for what one load asks of a line
+// of memory is asked once.
+template <bool kPooled>
 struct Sample {
-  static constexpr int kGroups = 3;  // whose scores are there after the first step: for windows of up to 12
-  int32_t place;
-  float4 groups[kGroups];
+  static constexpr int kLanes = kPooled ? 2 : 1;
+  static constexpr int kMost = kLanes;  // windows of a thread, of which there are kSamples or more
+  int32_t place[kMost];                 // -1: none
+  float4 group[kMost];                  // the last 4 scores of the window, and in the other lane those before
 
-  template <bool kPooled>
-  __device__ __forceinline__ void load(const Slice& slice) {
-    const uint32_t jitter = threadIdx.x * 0x9e3779b1u >> 9, count = slice.end - slice.begin;
-    const int32_t drawn = slice.begin + __umulhi(threadIdx.x << 23 | jitter, count);
+  __device__ __forceinline__ static uint32_t window(int i) { return (threadIdx.x + i * threads()) / kLanes; }
+  __device__ __forceinline__ static int part() { return threadIdx.x % kLanes; }
+
+  __device__ __forceinline__ static int32_t draw(const Slice& slice, uint32_t window) {
+    if (window >= kSamples) return -1;
+    const uint32_t jitter = window * 0x9e3779b1u >> 9, count = slice.end - slice.begin;
+    const int32_t drawn = slice.begin + __umulhi(window << 23 | jitter, count);
     constexpr int kLast = kPooled ? 7 : 3;  // most windows are in a sector of memory
-    place = drawn - ((drawn - slice.first) & kLast) + kLast;
-    if (place < slice.begin || place >= smaller(slice.end, slice.to) || place < slice.from + (slice.reach | kLast)) {
-      place = -1;
-      return;
+    const int32_t place = drawn - ((drawn - slice.first) & kLast) + kLast;
+    const bool whole = place >= slice.from + (slice.reach | kLast);
+    return place >= slice.begin && place < smaller(slice.end, slice.to) && whole ? place : -1;
+  }
+
+  __device__ __forceinline__ float4 load_group(const Slice& slice, int i, int which) const {
+    return *reinterpret_cast<const float4*>(slice.at(place[i] - 3 - 4 * which));
+  }
+
+  __device__ __forceinline__ void load(const Slice& slice) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      place[i] = draw(slice, window(i));
+      if (place[i] >= 0 && 4 * part() <= slice.reach) group[i] = load_group(slice, i, part());
     }
-    groups[0] = group(slice, 0);
-    if (kPooled) groups[1] = group(slice, 1);
-    if (kPooled && slice.reach > 7) groups[2] = group(slice, 2);
   }
 
-  __device__ __forceinline__ float4 group(const Slice& slice, int i) const {
-    return *reinterpret_cast<const float4*>(slice.at(place - 3 - 4 * smaller(i, slice.reach / 4)));
-  }
-
-  // 0 where the place is not ranked.
-  template <bool kPooled>
-  __device__ __forceinline__ uint32_t key(const Slice& slice) const {
-    if (place < 0) return 0;
-    float most = groups[0].w;
+  // 0 where the place is not ranked, and in the other lane.
+  __device__ __forceinline__ uint32_t key(const Slice& slice, int i) const {
+    float most = negative_infinity();
+    const auto add = [&](const float4& x, int which) {
+      const float scores[4] = {x.w, x.z, x.y, x.x};
+#pragma unroll
+      for (int j = 0; j < (kPooled ? 4 : 1); ++j) {
+        if (4 * which + j <= slice.reach) most = fmaxf(most, scores[j]);
+      }
+    };
+    if (place[i] >= 0) add(group[i], part());
     if (kPooled) {
-      const float itself = slice.after == 0 ? most : *slice.at(place - slice.after);
-      if (!(itself > negative_infinity())) return 0;
-      const auto add = [&](const float4& x, int i) {
-        const float scores[4] = {x.w, x.z, x.y, x.x};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (4 * i + j <= slice.reach) most = fmaxf(most, scores[j]);
-        }
-      };
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) add(groups[i], i);
 #pragma unroll 1
-      for (int i = kGroups; 4 * i <= slice.reach; ++i) add(group(slice, i), i);
+      for (int which = kLanes + part(); place[i] >= 0 && 4 * which <= slice.reach; which += kLanes) {
+        add(load_group(slice, i, which), which);
+      }
+      most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
     }
-    return order_key(__float_as_uint(most));
+    if (place[i] < 0 || part() != 0) return 0;
+    const float itself = slice.after == 0 ? group[i].w : *slice.at(place[i] - slice.after);
+    return itself > negative_infinity() ? order_key(__float_as_uint(most)) : 0;
   }
 };
 
@@ -237,9 +246,8 @@ __device__ __forceinline__ Interval bracket(Shared& shared, const Margins& margi
 #pragma unroll
     for (int i = 0; i < kOwnKeys; ++i) keys[i] = shared.sample_keys[threadIdx.x + i * kBracketThreads];
   }
-  const bool drawn = lane < kSamples / 32;
-  uint32_t least = __reduce_min_sync(kAllLanes, drawn ? shared.warp_least[lane] : kAllLanes);
-  uint32_t most = __reduce_max_sync(kAllLanes, drawn ? shared.warp_most[lane] : 0);
+  uint32_t least = __reduce_min_sync(kAllLanes, lane < warps() ? shared.warp_least[lane] : kAllLanes);
+  uint32_t most = __reduce_max_sync(kAllLanes, lane < warps() ? shared.warp_most[lane] : 0);
   if (most == 0) return {kLowestKey - 1, kHighestKey + 1};
   int32_t above = 0;  // keys of the sample that a closer look leaves aside
   for (int look = 0;; ++look) {

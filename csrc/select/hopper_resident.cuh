@@ -14,13 +14,6 @@
 
 namespace vegas_ops::selection::hopper::resident {
 
-// What memory holds now, not what this multiprocessor has read before.
-__device__ __forceinline__ int32_t load_current(const int32_t* word) {
-  int32_t value;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ bool differ(const RequestWords& a, const RequestWords& b) {
   return a.seqlen != b.seqlen || a.k != b.k || a.dump_rows != b.dump_rows || a.first_row != b.first_row ||
          a.end_row != b.end_row;
@@ -83,6 +76,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool draws = ctas > 1 && threadIdx.x < Plan::num_samples();
   Plan plan(p, wave, list, index, shared.words[0], draws);
   float sample;
+  constexpr int kGroupsOfLine = 32 / kGroup;
+  if (plan.sample >= 0) prefetch(plan.scores + plan.sample);
+  if (lane_of_thread() % kGroupsOfLine == 0 && plan.origin + place >= 0 && plan.origin + place < plan.length) {
+    prefetch(plan.scores + plan.origin + place);
+  }
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
 #pragma unroll 1

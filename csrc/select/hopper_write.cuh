@@ -22,9 +22,7 @@ __device__ __forceinline__ void prefetch_pages(const VegasSelectParams& p, const
   const int32_t first = larger(slice.first - slice.after, 0) / p.page_size;
   const int32_t last = smaller((slice.stop() - slice.after) / p.page_size, p.max_pages - 1);
   const int32_t page = first + kLine * threadIdx.x;
-  if (page <= last) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.block_table + slice.request * p.block_table_stride + page));
-  }
+  if (page <= last) prefetch(p.block_table + slice.request * p.block_table_stride + page);
 }
 
 // Writes the positions of the chosen: ascending, after those of earlier slices. They are gathered first, so that all
@@ -87,19 +85,31 @@ __device__ __forceinline__ void write_chosen(const VegasSelectParams& p, Shared&
   __syncthreads();
   out += shared.better + earlier_ties;
   const int32_t origin = slice.first - slice.after, all = shared.num_chosen;
-  constexpr int kOutputs = 4;  // at a time, since their pages are far away
+  const int32_t offset_bits = p.page_size - 1;
+  if (p.page_size & offset_bits || p.page_size == 0 || p.max_pages == 0) {
+#pragma unroll 1
+    for (int32_t at = threadIdx.x; at < all; at += threads()) {
+      out[at] = output_of(p, slice.request, origin + arrays.gathered[at]);
+    }
+    return;
+  }
+  // Slots of several tokens at a time, since their pages are far away.
+  constexpr int kOutputs = 4;
+  const int page_bits = __popc(offset_bits);
+  const int32_t* const table = p.block_table + slice.request * p.block_table_stride;
 #pragma unroll 1
   for (int32_t from = threadIdx.x; from < all; from += kOutputs * threads()) {
-    int32_t written[kOutputs];
+    int32_t tokens[kOutputs], pages[kOutputs];
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
-      const int32_t at = from + i * threads();
-      written[i] = at < all ? written_for(p, slice.request, origin + arrays.gathered[at]) : 0;
+      tokens[i] = origin + arrays.gathered[smaller(from + i * threads(), all - 1)];
+      pages[i] = table[smaller(tokens[i] >> page_bits, p.max_pages - 1)];
     }
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
       const int32_t at = from + i * threads();
-      if (at < all) out[at] = written[i];
+      const bool in_table = tokens[i] >> page_bits < p.max_pages;
+      if (at < all) out[at] = in_table ? slot_of(p, pages[i], tokens[i] & offset_bits) : -1;
     }
   }
 }

@@ -199,11 +199,13 @@ VEGAS_SELECT_INLINE Quota quota_of(const VegasSelectParams& p, int32_t request) 
 
 // What is written for a chosen token: the token itself, or its slot in the cache; -1 where the page is
 // negative, not in the table, or so far out that its slot is no int32.
-VEGAS_SELECT_INLINE int32_t slot_at(const VegasSelectParams& p, int32_t request, int32_t column, int32_t offset) {
-  if (column >= p.max_pages) return -1;
-  const int64_t page = p.block_table[request * p.block_table_stride + column];
+VEGAS_SELECT_INLINE int32_t slot_of(const VegasSelectParams& p, int64_t page, int32_t offset) {
   const int64_t slot = page * p.page_size + offset;
   return page < 0 || slot > 0x7fffffff ? -1 : static_cast<int32_t>(slot);
+}
+
+VEGAS_SELECT_INLINE int32_t slot_at(const VegasSelectParams& p, int32_t request, int32_t column, int32_t offset) {
+  return column < p.max_pages ? slot_of(p, p.block_table[request * p.block_table_stride + column], offset) : -1;
 }
 
 VEGAS_SELECT_INLINE int32_t output_of(const VegasSelectParams& p, int32_t request, int32_t token) {
