@@ -3,7 +3,7 @@
 #pragma once
 
 #include "sparse/head_tile.cuh"
-#include "sparse/row_pair.cuh"
+#include "sparse/row_part.cuh"
 #include "sparse/segments.cuh"
 
 namespace vegas_ops::portable {
@@ -27,74 +27,85 @@ __device__ __forceinline__ void cluster_wait() {
 }
 
 // What lies at this place in the shared memory of another CTA of the cluster.
-__device__ __forceinline__ float2 load_remote(const void* place, int rank) {
-  float2 pair = make_float2(0.0f, 0.0f);
+__device__ __forceinline__ uint32_t remote_address(const void* place, int rank) {
+  uint32_t address = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(address)
                : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(place))), "r"(rank));
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
 #endif
-  return pair;
+  return address;
+}
+__device__ __forceinline__ void load_remote(float2& value, const void* place, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(remote_address(place, rank))
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void load_remote(float4& value, const void* place, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(remote_address(place, rank))
+               : "memory");
+#endif
 }
 
 // Called by all threads of a cluster, each warp of which has left its part.
 template <class T, class Shared>
 __device__ __forceinline__ void merge_cluster(const VegasSparseParams& p, const SparsePlan& plan, const Shared& shared,
                                               int request, int kv_head, int first_head, int heads) {
-  constexpr int kPairs = T::kHeadDim / 2;
-  const int pairs = heads * kPairs;
-  const int per_cta = ceil_div(pairs, plan.cluster);
-  const int first_pair = cluster_rank() * per_cta;
-  float4* of_ctas = reinterpret_cast<float4*>(shared.base);  // (CTA, pair): norm, two columns
+  constexpr int kQuads = T::kHeadDim / 4;
+  const int quads = heads * kQuads;
+  const int per_cta = ceil_div(quads, plan.cluster);
+  const int first_quad = cluster_rank() * per_cta;
+  float4* values_of_ctas = reinterpret_cast<float4*>(shared.base);  // (CTA, quad)
+  float2* norms_of_ctas = reinterpret_cast<float2*>(values_of_ctas + per_cta * plan.cluster);
   cluster_arrive();
   const float v_descale = descale_of(p.cache.v, request, kv_head);
   cluster_wait();
 #pragma unroll 1
   for (int item = threadIdx.x; item < per_cta * plan.cluster; item += blockDim.x) {
     const int cta = __float2int_rz(__fdividef(item + 0.5f, static_cast<float>(per_cta)));
-    const int pair = min(first_pair + item - cta * per_cta, pairs - 1);
-    const int row = pair / kPairs;
-    const int d = pair % kPairs * 2;
-    float2 norms[kSparseMaxWarps];
-    float2 values[kSparseMaxWarps];
+    const int quad = min(first_quad + item - cta * per_cta, quads - 1);
+    const int row = quad / kQuads;
+    const int place = row_place<T>(row, quad % kQuads * 4);
+    float2 norms[kSparseMaxWarps] = {};
+    float4 values[kSparseMaxWarps] = {};
 #pragma unroll
     for (int i = 0; i < kSparseMaxWarps; ++i) {
       const int warp = min(i, shared.warps - 1);
-      norms[i] = load_remote(shared.norms(0, warp) + row, cta);
-      values[i] = load_remote(shared.output(0, warp) + row_place<T>(row, d), cta);
+      load_remote(norms[i], shared.norms(0, warp) + row, cta);
+      load_remote(values[i], shared.output(0, warp) + place, cta);
     }
-    RowPair sum = {{-INFINITY, 0.0f}, {0.0f, 0.0f}};
 #pragma unroll
     for (int i = 0; i < kSparseMaxWarps; ++i) {
       if (i >= shared.warps) norms[i] = make_float2(-INFINITY, 0.0f);
-      sum.norm.maximum = fmaxf(sum.norm.maximum, norms[i].x);
     }
-#pragma unroll
-    for (int i = 0; i < kSparseMaxWarps; ++i) sum.add({norms[i].x, norms[i].y}, values[i]);
-    of_ctas[item] = make_float4(sum.norm.maximum, sum.norm.sum, sum.value.x, sum.value.y);
+    RowPart<float4> sum;
+    sum.add(norms, values);
+    norms_of_ctas[item] = make_float2(sum.norm.maximum, sum.norm.sum);
+    values_of_ctas[item] = sum.value;
   }
   cluster_arrive();
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < min(per_cta, pairs - first_pair); i += blockDim.x) {
-    const int row = (first_pair + i) / kPairs;
+  for (int i = threadIdx.x; i < min(per_cta, quads - first_quad); i += blockDim.x) {
+    const int row = (first_quad + i) / kQuads;
     const int head = first_head + row;
     const float sink_logit = p.sinks ? p.sinks[head] : -INFINITY;
-    RowPair sum = {{-INFINITY, 0.0f}, {0.0f, 0.0f}};
-    float4 parts[kMaxCluster];
+    RowPart<float4> sum;
 #pragma unroll
     for (int cta = 0; cta < kMaxCluster; ++cta) {
-      parts[cta] = of_ctas[min(cta, plan.cluster - 1) * per_cta + i];
-      if (cta >= plan.cluster) parts[cta] = make_float4(-INFINITY, 0.0f, 0.0f, 0.0f);
-      sum.norm.maximum = fmaxf(sum.norm.maximum, parts[cta].x);
+      sum.norm.maximum = fmaxf(sum.norm.maximum, norms_of_ctas[min(cta, plan.cluster - 1) * per_cta + i].x);
     }
-#pragma unroll
-    for (int cta = 0; cta < kMaxCluster; ++cta) {
-      sum.add({parts[cta].x, parts[cta].y}, make_float2(parts[cta].z, parts[cta].w));
+#pragma unroll 4
+    for (int cta = 0; cta < plan.cluster; ++cta) {
+      sum.add(norms_of_ctas[cta * per_cta + i], values_of_ctas[cta * per_cta + i]);
     }
-    write_pair<T>(p, request, head, (first_pair + i) % kPairs * 2, sum, sink_logit, v_descale);
+    write_columns<T>(p, request, head, (first_quad + i) % kQuads * 4, sum, sink_logit, v_descale);
   }
   // No CTA leaves before the others have read its parts.
   cluster_wait();

@@ -16,6 +16,8 @@ namespace {
 
 constexpr int kLeastShare = 8;     // tiles of a CTA where there is little work
 constexpr int kClusterTiles = 20;  // tiles of a CTA of a cluster, beyond which more CTAs are faster
+constexpr int kLeastClusterShare = 7;
+constexpr int kFewCollectors = 7;  // so many parts to each of them that one less costs little
 constexpr int kLongestPage = 256;  // tokens
 
 struct GroupTiles {
@@ -29,15 +31,17 @@ struct GroupTiles {
   }
 };
 
-// CTAs of a cluster, where those that attend one of `rows` (requests times KV heads) are one; else 1. Larger clusters
-// than of two have no room for each other in more than half of the multiprocessors, which is then given up for a faster
-// merge; a list of few tiles has little to merge.
-int cluster_size(int64_t rows, int max_k, int multiprocessors) {
+// CTAs of a cluster, where those that attend one of `rows` (requests times KV heads) are one; else 1. Two launches fit
+// at once, so that the next one looks its keys up while this one runs, unless pairs of CTAs fill the device. Long lists
+// need all of it.
+template <class AtOnce>
+int cluster_size(int64_t rows, int max_k, int multiprocessors, const AtOnce& clusters_at_once) {
   const int tiles = ceil_div(max_k, kSparseTile);
-  if (tiles <= 2 * kLeastShare) return 1;
-  if (multiprocessors / rows == 2) return 2;
-  for (int ctas = 4; ctas <= kMaxCluster; ctas *= 2) {
-    if (2 * rows * ctas <= multiprocessors && tiles <= ctas * kClusterTiles) return ctas;
+  if (multiprocessors / rows == 2 && tiles > 2 * kLeastShare) return 2;
+  for (int ctas = kMaxCluster; ctas > 1; --ctas) {
+    if (tiles > ctas * kClusterTiles) return 1;
+    if (2 * rows * ctas > multiprocessors || clusters_at_once(ctas) < 2 * rows) continue;
+    return std::min(ctas, ceil_div(tiles, kLeastClusterShare));
   }
   return 1;
 }
@@ -116,9 +120,16 @@ int sparse_portable(const VegasSparseParams& p, void* stream_handle) {
                 static_cast<long long>(max_keys));
     // No more teams than shares that the longest requests could make.
     const int64_t shares = ceil_div64(tiles * p.batch * pairs, kLeastShare);
-    const int most_teams = device.multiprocessors * cta.per_multiprocessor / team;
+    int most_teams = device.multiprocessors * cta.per_multiprocessor / team;
     const bool may_cluster = device.dependent_launch && rule.mode == SplitMode::kBalanced && pairs == 1;
-    const int cluster = may_cluster ? cluster_size(int64_t{p.batch} * team, p.max_k, device.multiprocessors) : 1;
+    const auto at_once = [&](int ctas) {
+      return (fp16 ? clusters_at_once<__half> : clusters_at_once<__nv_bfloat16>)(p, device, cta, group.rows, ctas);
+    };
+    const int cluster =
+        may_cluster ? cluster_size(int64_t{p.batch} * team, p.max_k, device.multiprocessors, at_once) : 1;
+    // CTAs that collect end last. As many multiprocessors are left to the next launch, where that costs little.
+    const int collectors = p.batch * pairs;
+    if (cta.per_multiprocessor == 1 && int64_t{collectors} * kFewCollectors <= most_teams) most_teams -= collectors;
     const int teams = cluster > 1 ? p.batch * cluster : shares < most_teams ? static_cast<int>(shares) : most_teams;
 
     SparsePlan plan;
@@ -129,7 +140,7 @@ int sparse_portable(const VegasSparseParams& p, void* stream_handle) {
     plan.row_tiles = group.row_tiles;
     plan.rows = group.rows;
     plan.pairs = pairs;
-    plan.least_tiles = kLeastShare;
+    plan.least_tiles = cluster > 1 ? kLeastClusterShare : kLeastShare;
     plan.cluster = cluster;
     plan.rounds = ceil_div(p.batch * pairs, teams);
     plan.most_chunks = plan.rounds * teams / (p.batch * pairs);

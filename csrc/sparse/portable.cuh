@@ -83,113 +83,133 @@ __device__ __forceinline__ float2 load_current(const float2* source) {
 }
 
 // Adds the segments of the pair in their order, the CTA's own among them, and clears the others' columns for the next
-// call. The slot of the own one may hold what the CTA left for another pair.
+// call. The slot of the own one may hold what the CTA left for another pair. Called by all lanes of a warp, for one
+// row: they wait on norms, a lane per segment, for looking at everything takes twice as long.
 template <class T>
-__device__ __forceinline__ void add_chunks(const SparsePlan& plan, const Chunks& chunks, int row, int d, int head_dim,
-                                           RowPair& sum) {
+__device__ __forceinline__ RowPart<float2> add_chunks(const SparsePlan& plan, const Chunks& chunks, int row, int d,
+                                                      int head_dim, const RowPart<float2>& own) {
   constexpr int kBatch = T::kChunkBatch;  // on their way at a time
-  const RowPair own = sum;
-  sum = {{-INFINITY, 0.0f}, {0.0f, 0.0f}};
   const int64_t place = chunks.first_slot * plan.rows + row;
-  const float2* norm_source = reinterpret_cast<const float2*>(plan.partial_norm) + place;
-  float* value_source = plan.partial_output + place * head_dim + min(d, head_dim - 2);
   const int step = gridDim.x * plan.rows;
+  const bool has_columns = d < head_dim;
+  float* const columns = plan.partial_output + place * head_dim + min(d, head_dim - 2);
+  RowPart<float2> sum;
 #pragma unroll 1
   for (int first = 0; first < chunks.count; first += kBatch) {
-    float2 norms[kBatch];
+    const int mine = first + static_cast<int>(threadIdx.x % kBatch);
+    const bool is_other = mine < chunks.count && mine != chunks.own;
+    const float2* norm_source =
+        reinterpret_cast<const float2*>(plan.partial_norm) + place + int64_t{min(mine, chunks.count - 1)} * step;
+    float* const batch = columns + int64_t{first} * step * head_dim;
+    const auto is_read = [&](int i) { return has_columns && first + i < chunks.count && first + i != chunks.own; };
+    float2 norm;
     float2 values[kBatch];
-    bool all;
-    do {
+#pragma unroll 1
+    while (true) {
+      norm = load_current(norm_source);
       // All loads before the first look at one of them: a branch in between would wait for each.
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int64_t chunk = int64_t{min(first + i, chunks.count - 1)} * step;
-        norms[i] = load_current(norm_source + chunk);
-        values[i] = load_current(reinterpret_cast<const float2*>(value_source + chunk * head_dim));
-      }
-      all = true;
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const bool others = first + i < chunks.count && first + i != chunks.own;
-        all = all && (!others || (is_present(norms[i]) && (d >= head_dim || is_present(values[i]))));
-      }
-    } while (!all);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (first + i == chunks.own) {
-        norms[i] = make_float2(own.norm.maximum, own.norm.sum);
-        values[i] = own.value;
-      } else if (first + i >= chunks.count) {
-        norms[i] = make_float2(-INFINITY, 0.0f);
         values[i] = make_float2(0.0f, 0.0f);
+        if (is_read(i)) values[i] = load_current(reinterpret_cast<const float2*>(batch + i * step * head_dim));
+      }
+      bool there = is_present(norm) || !is_other;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) there = there && (is_present(values[i]) || !is_read(i));
+      if (!__any_sync(0xffffffffu, !there)) break;
+      while (__any_sync(0xffffffffu, is_other && !is_present(load_current(norm_source)))) {
       }
     }
-    float maximum = norms[0].x;
+    if (mine == chunks.own) norm = make_float2(own.norm.maximum, own.norm.sum);
+    if (mine >= chunks.count) norm = make_float2(-INFINITY, 0.0f);
+    float maximum = norm.x;
 #pragma unroll
-    for (int i = 1; i < kBatch; ++i) maximum = fmaxf(maximum, norms[i].x);
+    for (int lanes = kBatch / 2; lanes > 0; lanes /= 2) {
+      maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, lanes));
+    }
     sum.raise(maximum);
+    const float weight = RowNorm{norm.x, norm.y}.weight_in(sum.norm);
+    float total = norm.y * weight;
+#pragma unroll
+    for (int lanes = kBatch / 2; lanes > 0; lanes /= 2) total += __shfl_xor_sync(0xffffffffu, total, lanes);
+    sum.norm.sum += total;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      sum.add({norms[i].x, norms[i].y}, values[i]);
-      const int chunk = first + i;
-      if (chunk < chunks.count && chunk != chunks.own && d < head_dim) {
-        __stcg(reinterpret_cast<float2*>(value_source + int64_t{chunk * step} * head_dim), make_float2(0.0f, 0.0f));
-      }
+      const float2 value = first + i == chunks.own ? own.value : values[i];
+      sum.value = multiply_add(value, __shfl_sync(0xffffffffu, weight, i), sum.value);
+      if (is_read(i)) __stcg(reinterpret_cast<float2*>(batch + i * step * head_dim), make_float2(0.0f, 0.0f));
     }
   }
+  return sum;
 }
 
-// Adds up the warps' parts of a segment, a thread per two columns of a row; a pair of several segments is put together
-// by the CTA that collects them.
+// What the warps of the CTA have found out about columns of a row.
+template <class T, class Columns>
+__device__ __forceinline__ RowPart<Columns> add_warps(const SparseShared<T>& shared, int turn, int row, int d) {
+  float2 norms[kSparseMaxWarps];
+  Columns values[kSparseMaxWarps];
+#pragma unroll
+  for (int i = 0; i < kSparseMaxWarps; ++i) {
+    const int warp = min(i, shared.warps - 1);
+    norms[i] = i < shared.warps ? shared.norms(turn, i)[row] : make_float2(-INFINITY, 0.0f);
+    values[i] = *reinterpret_cast<const Columns*>(shared.output(turn, warp) + row_place<T>(row, d));
+  }
+  RowPart<Columns> sum;
+  sum.add(norms, values);
+  return sum;
+}
+
+// Adds up the warps' parts of a segment, a thread per four columns of a row; per two where the pair has several
+// segments, which the CTA that collects them puts together.
 template <class T>
 __device__ __forceinline__ void finish_segment(const VegasSparseParams& p, const SparsePlan& plan,
                                                const SparseShared<T>& shared, int turn, const SegmentWalk& segment,
                                                const Chunks& chunks, int first_head, int heads) {
+  constexpr int kQuads = T::kHeadDim / 4;
   constexpr int kPairs = T::kHeadDim / 2;
   const int head_dim = p.cache.head_dim;
   const float v_descale = descale_of(p.cache.v, segment.request, segment.kv_head());
+  const auto sink_of = [&](int row) { return p.sinks ? p.sinks[first_head + row] : -INFINITY; };
+  if (chunks.count == 1) {
+#pragma unroll 1
+    for (int item = threadIdx.x; item < heads * kQuads; item += blockDim.x) {
+      const int row = item / kQuads;
+      const int d = item % kQuads * 4;
+      const float sink_logit = sink_of(row);
+      const auto sum = add_warps<T, float4>(shared, turn, row, d);
+      write_columns<T>(p, segment.request, first_head + row, d, sum, sink_logit, v_descale);
+    }
+    return;
+  }
 #pragma unroll 1
   for (int item = threadIdx.x; item < heads * kPairs; item += blockDim.x) {
     const int row = item / kPairs;
     const int d = item % kPairs * 2;
-    const int head = first_head + row;
-    const float sink_logit = p.sinks ? p.sinks[head] : -INFINITY;
-    float2 norms[kSparseMaxWarps];
-    RowPair sum = {{-INFINITY, 0.0f}, {0.0f, 0.0f}};
-#pragma unroll
-    for (int i = 0; i < kSparseMaxWarps; ++i) {
-      norms[i] = i < shared.warps ? shared.norms(turn, i)[row] : make_float2(-INFINITY, 0.0f);
-      sum.norm.maximum = fmaxf(sum.norm.maximum, norms[i].x);
-    }
-#pragma unroll
-    for (int i = 0; i < kSparseMaxWarps; ++i) {
-      if (i >= shared.warps) continue;
-      const float* value = shared.output(turn, i) + row_place<T>(row, d);
-      sum.add({norms[i].x, norms[i].y}, *reinterpret_cast<const float2*>(value));
-    }
-    if (!chunks.collects) {
-      const int64_t place = (chunks.first_slot + int64_t{chunks.own} * gridDim.x) * plan.rows + row;
-      if (d < head_dim) {
-        __stcg(reinterpret_cast<float2*>(plan.partial_output + place * head_dim + d),
-               make_float2(present(sum.value.x), present(sum.value.y)));
-      }
-      if (d == 0) {
-        __stcg(reinterpret_cast<float2*>(plan.partial_norm) + place,
-               make_float2(present(sum.norm.maximum), present(sum.norm.sum)));
-      }
+    const float sink_logit = sink_of(row);
+    const auto own = add_warps<T, float2>(shared, turn, row, d);
+    if (chunks.collects) {
+      const auto sum = add_chunks<T>(plan, chunks, row, d, head_dim, own);
+      write_columns<T>(p, segment.request, first_head + row, d, sum, sink_logit, v_descale);
       continue;
     }
-    if (chunks.count > 1) add_chunks<T>(plan, chunks, row, d, head_dim, sum);
-    write_pair<T>(p, segment.request, head, d, sum, sink_logit, v_descale);
-  }
-  if (chunks.collects && chunks.count > 1) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < chunks.count * heads; i += blockDim.x) {
-      const int chunk = i / heads;
-      if (chunk == chunks.own) continue;
-      const int64_t place = (chunks.first_slot + int64_t{chunk} * gridDim.x) * plan.rows + i % heads;
-      reinterpret_cast<float2*>(plan.partial_norm)[place] = make_float2(0.0f, 0.0f);
+    const int64_t place = (chunks.first_slot + int64_t{chunks.own} * gridDim.x) * plan.rows + row;
+    if (d < head_dim) {
+      __stcg(reinterpret_cast<float2*>(plan.partial_output + place * head_dim + d),
+             make_float2(present(own.value.x), present(own.value.y)));
     }
+    if (d == 0) {
+      __stcg(reinterpret_cast<float2*>(plan.partial_norm) + place,
+             make_float2(present(own.norm.maximum), present(own.norm.sum)));
+    }
+  }
+  if (!chunks.collects) return;
+  __syncthreads();
+#pragma unroll 1
+  for (int chunk = threadIdx.x / 32; chunk < chunks.count; chunk += shared.warps) {
+    const int row = threadIdx.x % 32;
+    if (chunk == chunks.own || row >= heads) continue;
+    const int64_t place = (chunks.first_slot + int64_t{chunk} * gridDim.x) * plan.rows + row;
+    __stcg(reinterpret_cast<float2*>(plan.partial_norm) + place, make_float2(0.0f, 0.0f));
   }
 }
 

@@ -1,6 +1,8 @@
 // Body of portable_bf16.cu and portable_fp16.cu: the kernels of one query type.
 #pragma once
 
+#include <atomic>
+
 #include "common/portable_launch.cuh"
 #include "sparse/portable.cuh"
 #include "sparse/portable_launch.h"
@@ -56,34 +58,65 @@ SparseCta sparse_cta(const VegasSparseParams& p, const SparseDevice& device) {
   });
 }
 
+// How the kernel is launched, but for its grid and stream.
+template <class T>
+struct SparseLaunch {
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attributes[2] = {};
+  cudaError_t error;
+
+  SparseLaunch(const SparseDevice& device, const SparseCta& cta, int rows, int cluster) {
+    config.blockDim = 32 * cta.warps;
+    config.dynamicSmemBytes = SparseShared<T>::bytes(cta.warps, cta.stages, rows);
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {1, static_cast<unsigned>(cluster), 1};
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : device.dependent_launch ? 1 : 0;
+    // The same for every call, since threads of the host share it.
+    error = cudaFuncSetAttribute(sparse_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_per_cta);
+    if (error != cudaSuccess) return;
+    // Left alone, the driver may give an SM's memory to the L1 cache and leave room for one CTA.
+    error = cudaFuncSetAttribute(sparse_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                 cudaSharedmemCarveoutMaxShared);
+  }
+  SparseLaunch(const SparseLaunch&) = delete;  // `config` points into it
+};
+
+// Asked once: the answer is about the device's layout, for a multiprocessor has one CTA. Other devices of the process
+// are taken to be alike, which costs time if they are not.
+template <class Element>
+int clusters_at_once(const VegasSparseParams& p, const SparseDevice& device, const SparseCta& cta, int rows, int ctas) {
+  return with_instance<Element>(p, [&](auto traits) {
+    using T = decltype(traits);
+    static std::atomic<int> known[kMaxCluster + 1];
+    int count = known[ctas].load(std::memory_order_relaxed);
+    if (count != 0) return count;
+    SparseLaunch<T> launch(device, cta, rows, ctas);
+    launch.config.gridDim = dim3(1, ctas);
+    if (launch.error != cudaSuccess ||
+        cudaOccupancyMaxActiveClusters(&count, sparse_kernel<T>, &launch.config) != cudaSuccess) {
+      cudaGetLastError();  // the call goes on without clusters
+      return 0;
+    }
+    known[ctas].store(count, std::memory_order_relaxed);
+    return count;
+  });
+}
+
 template <class Element>
 cudaError_t launch_sparse(const VegasSparseParams& p, const SparsePlan& plan, const SparseDevice& device,
                           const SparseCta& cta, int team, int teams, cudaStream_t stream) {
   return with_instance<Element>(p, [&](auto traits) {
     using T = decltype(traits);
-    const auto kernel = sparse_kernel<T>;
-    const int bytes = SparseShared<T>::bytes(cta.warps, cta.stages, plan.rows);
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-    // Left alone, the driver may give an SM's memory to the L1 cache and leave room for one CTA.
-    error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    if (error != cudaSuccess) return error;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(team, teams);
-    config.blockDim = 32 * cta.warps;
-    config.dynamicSmemBytes = bytes;
-    config.stream = stream;
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {1, static_cast<unsigned>(plan.cluster), 1};
-    config.attrs = attributes;
-    config.numAttrs = plan.cluster > 1 ? 2 : device.dependent_launch ? 1 : 0;
+    SparseLaunch<T> launch(device, cta, plan.rows, plan.cluster);
+    if (launch.error != cudaSuccess) return launch.error;
+    launch.config.gridDim = dim3(team, teams);
+    launch.config.stream = stream;
     int warps_log2 = 0;
     while (1 << warps_log2 < cta.warps) ++warps_log2;
-    return cudaLaunchKernelEx(&config, kernel, p, plan, cta.stages, warps_log2);
+    return cudaLaunchKernelEx(&launch.config, sparse_kernel<T>, p, plan, cta.stages, warps_log2);
   });
 }
 

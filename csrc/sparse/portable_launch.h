@@ -33,6 +33,10 @@ struct SparseCta {
 template <class Element>
 SparseCta sparse_cta(const VegasSparseParams& p, const SparseDevice& device);
 
+// Clusters of `ctas` CTAs that the device runs at once; 0 where that is unknown. `rows` are those of a row tile.
+template <class Element>
+int clusters_at_once(const VegasSparseParams& p, const SparseDevice& device, const SparseCta& cta, int rows, int ctas);
+
 template <class Element>
 cudaError_t launch_sparse(const VegasSparseParams& p, const SparsePlan& plan, const SparseDevice& device,
                           const SparseCta& cta, int team, int teams, cudaStream_t stream);
