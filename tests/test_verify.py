@@ -163,6 +163,22 @@ def test_dumped_rows(device: torch.device, group: int, head_dim: int, rows: int,
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("dump", ("token_weight", "kv_head"))
+@pytest.mark.parametrize("rows", (1, 6, 7, 12, 14, 15, 22, 23))
+@pytest.mark.parametrize("head_dim", (64, 96, 128))
+def test_guide_rows_beside_any_number_of_rows(
+    device: torch.device, head_dim: int, rows: int, dump: str
+) -> None:
+    for group in (4, 8):
+        check_verify(
+            VerifyCase(
+                seed=rows, device=device, dtype=case_dtype(device), heads_q=2 * group, head_dim=head_dim,
+                lengths=(1500, 0, rows, 70, 333), q_lens=(rows, 1, rows, 1, 0), dump=dump, with_sinks=True,
+                dump_rows=(3, 3, 2, 3, 1), options={"window_size": (900, -1), "softcap": 5.0},
+            )
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("causal", (True, False))
 @pytest.mark.parametrize("window", ((-1, -1), (0, 0), (0, -1), (16, 0), (33, 2), (-1, 3), (500, 500)))
 @pytest.mark.parametrize("with_sinks", (False, True))

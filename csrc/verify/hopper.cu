@@ -153,7 +153,6 @@ bool verify_hopper_takes(const VegasVerifyParams& p) {
   if (p.cache.head_dim > (fp8 ? 128 : 256) || p.cache.head_dim % (fp8 ? 16 : 8) != 0) return false;
   if (!portable::query_aligned(p)) return false;
   if (p.dump == VEGAS_DUMP_ALL) return false;
-  // Columns of one product, stored as they are.
   if (p.dump == VEGAS_DUMP_ROWS && (fp8 || p.softcap > 0.0f || p.logits_dtype != VEGAS_BFLOAT16 ||
                                     p.num_heads_q > kMostDumpedHeads * p.cache.num_heads_kv)) {
     return false;
@@ -189,6 +188,9 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   const size_t needed = lay_out(sizes, rule, row_groups, num_sms, static_cast<char*>(p.workspace), &w);
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
+  w.guides_in_rows = !fp8 && guides_fit(row_groups, portable::padded_head_dim(p.cache.head_dim), 1 << w.tile_shift) &&
+                     rows <= 64 * (row_groups - 1) + kFirstGuideRow && rule.mode == SplitMode::kBalanced &&
+                     (p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD);
   const int64_t most_bytes =
       2 * int64_t{p.batch} * p.max_seqlen_k * p.cache.num_heads_kv * p.cache.head_dim * (fp8 ? 1 : 2);
   const bool guesses = p.batch <= kFewRequests && most_bytes <= kGuessUpTo && p.dump != VEGAS_DUMP_ROWS;

@@ -82,13 +82,33 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
   };
   pass_turn(group == 1);
 
+  // The guide warps get the products of a tile with the guide rows.
+  unsigned handed = 0;  // tiles
+  const auto hand_products = [&](const KeyMask<T::kTileKeys>& valid) __attribute__((always_inline)) {
+    if constexpr (T::kGuidesInRows) {
+      const int slot = handed % T::kGuideSlots;
+      wait_barrier(shared.guide_empty[slot], ~handed / T::kGuideSlots & 1);
+      ++handed;
+      if (lane < 8) {
+        float* products = shared.rows.guide_products(slot, lane / 4) + 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < kScores / 4; ++n) {
+          *reinterpret_cast<float2*>(products + 8 * n) = make_float2(scores(4 * n), scores(4 * n + 1));
+        }
+      }
+      if (lane == 0) shared.guide_valid[slot] = valid;
+      arrive_barrier(shared.guide_full[slot]);
+    }
+  };
+
   RingPosition<T::kStages> ring;
   SegmentReader<T> segments = {shared};
   for (const Segment* next; (next = segments.next()); segments.done()) {
     const Segment& s = *next;
     const int first_row = s.row_tile * T::kRows + 64 * group;
-    const bool both = s.row_tile * T::kRows + 64 < s.packed_rows;
-    if (first_row >= s.packed_rows) {
+    const bool guided = guides_in_rows<T>(w) && s.request.num_guides > 0;
+    const bool both = s.row_tile * T::kRows + 64 < s.packed_rows || guided;
+    if (first_row >= s.packed_rows && !(guided && group == T::kRowGroups - 1)) {
       for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
         wait_barrier(shared.keys_full[ring.stage], ring.phase);
         arrive_barrier(shared.keys_empty[ring.stage]);
@@ -100,7 +120,18 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     }
 
     cutlass::arch::NamedBarrier::sync(kGroupThreads, 1 + group);  // the last segment's query is read no more
-    {
+    const bool has_guides = guides_in_rows<T>(w) && group == T::kRowGroups - 1 && 16 * warp == kFirstGuideRow;
+    const bool hands = has_guides && guided;
+    if (has_guides) {
+      if constexpr (T::kGuidesInRows) {
+        const int guide = lane / T::kSegments;
+        const int segment = lane % T::kSegments;
+        if (hands && guide < 2) {
+          *reinterpret_cast<uint4*>(shared.rows.query[group] + swizzled_offset<64>(kFirstGuideRow + guide, segment)) =
+              guide_segment<Element>(p, s.request, s.kv_head, min(guide, s.request.num_guides - 1), segment);
+        }
+      }
+    } else {
       // Two threads per row.
       constexpr int kCopies = T::kSegments / 2;
       const int row = thread / 2;
@@ -243,7 +274,10 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
             mask_scores(first_key, shared.valid[stage]);
           }
         }
+        KeyMask<T::kTileKeys> valid;
+        if (hands) valid = shared.valid[stage];
         arrive_barrier(shared.keys_empty[stage]);
+        if (hands) hand_products(valid);
         const bool first = previous < 0;
         if (warp_in_use && !first) weigh_pairs(0, T::kEarlyPairs, early);
         warpgroup_wait<0>();
@@ -317,7 +351,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
                   const __grid_constant__ CacheBoxes boxes) {
   extern __shared__ __align__(1024) char shared_bytes[];
   SharedMemory<T>& shared = *reinterpret_cast<SharedMemory<T>*>(shared_bytes);
-  const bool dumps = p.dump != VEGAS_DUMP_NONE;  // by the guide warps
+  const bool dumps = p.dump != VEGAS_DUMP_NONE;  // which the guide warps do
   // Of a few requests, a warp finds the CTA's work while the previous launch ends, when lengths may still change. They
   // are looked at again afterwards, while the first keys are on their way.
   const bool guesses = T::kGuesses && threadIdx.x / 32 == kFirstGuideWarp;
@@ -332,7 +366,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     constexpr int kGuideThreads = 32 * kGuideWarps;
     for (int stage = 0; stage < T::kStages; ++stage) {
       // Of an fp8 cache, the guide warps get products.
-      ClusterBarrier::init(&shared.keys_empty[stage], kRowThreads + (dumps && !T::kFp8 ? kGuideThreads : 0));
+      ClusterBarrier::init(&shared.keys_empty[stage],
+                           kRowThreads + (dumps && !T::kFp8 && !guides_in_rows<T>(w) ? kGuideThreads : 0));
       ClusterBarrier::init(&shared.values_empty[stage], kRowThreads);
     }
     for (int slot = 0; slot < kSegmentSlots; ++slot) {
@@ -342,8 +377,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     if constexpr (T::kFp8) {
       ClusterBarrier::init(&shared.rows.guides_ready, kGuideThreads);
       for (int slot = 0; slot < T::kGuideSlots; ++slot) {
-        ClusterBarrier::init(&shared.rows.guide_full[slot], kGroupThreads);
-        ClusterBarrier::init(&shared.rows.guide_empty[slot], kGuideThreads);
+        ClusterBarrier::init(&shared.guide_full[slot], kGroupThreads);
+        ClusterBarrier::init(&shared.guide_empty[slot], kGuideThreads);
+      }
+    }
+    if constexpr (T::kGuidesInRows) {
+      for (int slot = 0; slot < T::kGuideSlots; ++slot) {
+        ClusterBarrier::init(&shared.guide_full[slot], 32);
+        ClusterBarrier::init(&shared.guide_empty[slot], kGuideThreads);
       }
     }
     init_full_barriers(shared);
@@ -370,7 +411,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     } else if (p.dump == VEGAS_DUMP_ROWS) {
       if constexpr (T::kDumpsRows) dump_rows<T>(p, shared);
     } else if (dumps) {
-      multiply_guides<T>(p, w, shared);
+      if constexpr (T::kFp8 || (T::kGuesses && T::kGuidesInRows)) {
+        multiply_guides<T, true>(p, w, shared);
+      } else if (guides_in_rows<T>(w)) {
+        if constexpr (T::kGuidesInRows) multiply_guides<T, true>(p, w, shared);
+      } else {
+        multiply_guides<T, false>(p, w, shared);
+      }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();

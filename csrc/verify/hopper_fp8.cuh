@@ -237,14 +237,14 @@ class ColumnAttention {
         x[0][i + 1] = x[0][i];
       }
     }
-    wait_barrier(rows_.guide_empty[guide_ring_.stage], guide_ring_.phase ^ 1);
+    wait_barrier(shared_.guide_empty[guide_ring_.stage], guide_ring_.phase ^ 1);
     const int own = lane_ % 4;
     if (own < 2) {
       rows_.guide_products[guide_ring_.stage][16 * warp_ + lane_ / 4 + 8 * own] =
           own == 0 ? make_float2(x[0][0], x[0][1]) : make_float2(x[0][2], x[0][3]);
     }
-    if (thread_ == 0) rows_.guide_valid[guide_ring_.stage] = valid;
-    arrive_barrier(rows_.guide_full[guide_ring_.stage]);
+    if (thread_ == 0) shared_.guide_valid[guide_ring_.stage] = valid;
+    arrive_barrier(shared_.guide_full[guide_ring_.stage]);
     guide_ring_.advance();
   }
 

@@ -19,19 +19,13 @@ __device__ __forceinline__ void hand_guides(const VegasVerifyParams& p, const Se
   arrive_barrier(rows.guides_ready);
 }
 
-// What guide_column makes of head rows alone, by all lanes of a warp: each makes one segment of a guide row and hands
-// it on. It runs once, as the first keys arrive, and instructions that are not at hand come late then: this takes
-// fewer.
-template <class Element, int kSegments>
-__device__ __forceinline__ void make_guide_column(const VegasVerifyParams& p, const VerifyRequest& request, int kv_head,
-                                                  int column, int segment, uint4 (&made)[kSegments]) {
-  constexpr int kOfRow = 4 * kSegments;  // segments of a guide row
-  constexpr int kBatch = 4;              // heads that are read at once
-  static_assert(2 * kOfRow <= 32, "a lane makes one segment");
-  const int lane = threadIdx.x % 32;
+// Dimensions [8 * segment, 8 * segment + 8) of a guide row, as guide_column makes it of head rows.
+template <class Element>
+__device__ __forceinline__ uint4 guide_segment(const VegasVerifyParams& p, const VerifyRequest& request, int kv_head,
+                                               int guide, int segment) {
+  constexpr int kBatch = 4;  // heads that are read at once
   const int group = p.num_heads_q / p.cache.num_heads_kv;
-  const int guide = min(lane / kOfRow % 2, request.num_guides - 1);
-  const int own = lane % kOfRow * 8;
+  const int own = segment * 8;
   const Element* heads = portable::guide_heads<Element>(p, request, kv_head, guide) + own;
   float sum[8] = {};
 #pragma unroll 1
@@ -58,6 +52,20 @@ __device__ __forceinline__ void make_guide_column(const VegasVerifyParams& p, co
   uint32_t words[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) words[j] = portable::pack<Element>(sum[2 * j] * share, sum[2 * j + 1] * share);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// A guide column by all lanes of a warp: each makes one segment of a guide row and hands it on. It runs once, as the
+// first keys arrive, and instructions that are not at hand come late then: this takes fewer.
+template <class Element, int kSegments>
+__device__ __forceinline__ void make_guide_column(const VegasVerifyParams& p, const VerifyRequest& request, int kv_head,
+                                                  int column, int segment, uint4 (&made)[kSegments]) {
+  constexpr int kOfRow = 4 * kSegments;  // segments of a guide row
+  static_assert(2 * kOfRow <= 32, "a lane makes one segment");
+  const int lane = threadIdx.x % 32;
+  const uint4 mine =
+      guide_segment<Element>(p, request, kv_head, min(lane / kOfRow % 2, request.num_guides - 1), lane % kOfRow);
+  const uint32_t words[4] = {mine.x, mine.y, mine.z, mine.w};
 #pragma unroll
   for (int s = 0; s < kSegments; ++s) {
     uint32_t got[4];
@@ -71,7 +79,7 @@ __device__ __forceinline__ void make_guide_column(const VegasVerifyParams& p, co
 // tile. Lanes read and keep whole segments of 16 bytes, whose words are their operands of two products: a product takes
 // its dimensions in any order, if only both sides have the same. Keys take turns within 8, so that the lanes that read
 // at once find two rows whose swizzles differ in half a line.
-template <class T>
+template <class T, bool kHanded>
 __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, const Workspace& w,
                                                 SharedMemory<T>& shared) {
   using Element = typename T::Element;
@@ -97,7 +105,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
   for (const Segment* next; (next = segments.next()); segments.done()) {
     const Segment& s = *next;
     if (s.request.num_guides == 0 || s.row_tile > 0) {
-      if constexpr (!T::kFp8) {
+      if constexpr (!kHanded) {
         for (int tile = s.first_tile; tile < s.end_tile; ++tile) {
           wait_barrier(shared.keys_full[ring.stage], ring.phase);
           arrive_barrier(shared.keys_empty[ring.stage]);
@@ -108,13 +116,15 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     }
     portable::GuideDump dump;
     portable::describe_guides(dump, p, s.request, s.index, s.kv_head, s.kv_head, p.cache.num_heads_kv, w.dump);
-    uint4 query[T::kFp8 ? 1 : kSteps];
+    uint4 query[kHanded ? 1 : kSteps];
     if constexpr (T::kFp8) {
       if (s.first_tile < s.end_tile) hand_guides<T>(p, s, shared.rows, 32 * guide_warp + lane);
-    } else if (token || !T::kGuesses) {
-      portable::guide_column<Element>(p, s.request, s.kv_head, lane / 4 % portable::kGuideColumns, lane % 4, query);
-    } else if constexpr (T::kGuesses) {
-      make_guide_column<Element>(p, s.request, s.kv_head, lane / 4, lane % 4, query);
+    } else if constexpr (!kHanded) {
+      if (token || !T::kGuesses) {
+        portable::guide_column<Element>(p, s.request, s.kv_head, lane / 4 % portable::kGuideColumns, lane % 4, query);
+      } else if constexpr (T::kGuesses) {
+        make_guide_column<Element>(p, s.request, s.kv_head, lane / 4, lane % 4, query);
+      }
     }
     const bool capped = p.softcap > 0.0f;
     float to_logit = p.softmax_scale * portable::descale_of(p.cache.k, s.index, s.kv_head);
@@ -191,13 +201,24 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
       float products[2][kOwnKeys];
       uint32_t valid;
       if constexpr (T::kFp8) {
-        wait_barrier(shared.rows.guide_full[products_ring.stage], products_ring.phase);
+        wait_barrier(shared.guide_full[products_ring.stage], products_ring.phase);
         const float2 received = shared.rows.guide_products[products_ring.stage][own_column];
-        valid = shared.rows.guide_valid[products_ring.stage].words[own_column / 32] >> own_column % 32;
-        arrive_barrier(shared.rows.guide_empty[products_ring.stage]);
+        valid = shared.guide_valid[products_ring.stage].words[own_column / 32] >> own_column % 32;
+        arrive_barrier(shared.guide_empty[products_ring.stage]);
         products_ring.advance();
         products[0][0] = received.x;
         products[1][0] = received.y;
+      } else if constexpr (kHanded) {
+        wait_barrier(shared.guide_full[products_ring.stage], products_ring.phase);
+#pragma unroll
+        for (int g = 0; g < 2; ++g) {
+          const float* received = shared.rows.guide_products(products_ring.stage, g) + own_column;
+#pragma unroll
+          for (int i = 0; i < kOwnKeys; ++i) products[g][i] = received[8 * i];
+        }
+        valid = shared.guide_valid[products_ring.stage].words[own_column / 32] >> own_column % 32;
+        arrive_barrier(shared.guide_empty[products_ring.stage]);
+        products_ring.advance();
       } else {
         valid = multiply(products);
       }
@@ -243,9 +264,16 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
 
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
+      RowNorm whole = norm[g];
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) portable::merge_lanes(norm[g], step);
-      if (guide_warp > 0 && lane == 0) shared.guide_norm[parity][g] = norm[g];
+      for (int step = 1; step < 32; step *= 2) {
+        whole.maximum = fmaxf(whole.maximum, __shfl_xor_sync(0xffffffffu, whole.maximum, step));
+      }
+      whole.sum = norm[g].sum * norm[g].weight_in(whole);
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) whole.sum += __shfl_xor_sync(0xffffffffu, whole.sum, step);
+      norm[g] = whole;
+      if (guide_warp > 0 && lane == 0) shared.guide_norm[parity][g] = whole;
     }
     cutlass::arch::NamedBarrier::sync(32 * kGuideWarps, kGuideBarrier);
     if (guide_warp == 0 && lane < s.request.num_guides) {

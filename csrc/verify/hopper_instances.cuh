@@ -38,22 +38,28 @@ cudaError_t launch_instance(const VegasVerifyParams& p, const Workspace& w, cons
   return error;
 }
 
+template <class Element, int kHeadDim>
+cudaError_t launch_one_group(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
+                             const LaunchShape& shape, cudaStream_t stream) {
+  if (!shape.guesses) return launch_instance<Traits<Element, kHeadDim, 1, 64>>(p, w, boxes, shape, stream);
+  return w.guides_in_rows ? launch_instance<Traits<Element, kHeadDim, 1, 64, true, true>>(p, w, boxes, shape, stream)
+                          : launch_instance<Traits<Element, kHeadDim, 1, 64, true, false>>(p, w, boxes, shape, stream);
+}
+
 template <class Element>
 cudaError_t launch_verify(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
                           const LaunchShape& shape, cudaStream_t stream) {
   const bool large = shape.tile_keys == 128;
   switch (portable::padded_head_dim(p.cache.head_dim) + shape.row_groups) {
     case 64 + 1:
-      return shape.guesses ? launch_instance<Traits<Element, 64, 1, 64, true>>(p, w, boxes, shape, stream)
-                           : launch_instance<Traits<Element, 64, 1, 64>>(p, w, boxes, shape, stream);
+      return launch_one_group<Element, 64>(p, w, boxes, shape, stream);
     case 64 + 2:
       return large ? launch_instance<Traits<Element, 64, 2, 128>>(p, w, boxes, shape, stream)
                    : launch_instance<Traits<Element, 64, 2, 64>>(p, w, boxes, shape, stream);
     case 64 + 3:
       return launch_instance<Traits<Element, 64, 3, 64>>(p, w, boxes, shape, stream);
     case 128 + 1:
-      return shape.guesses ? launch_instance<Traits<Element, 128, 1, 64, true>>(p, w, boxes, shape, stream)
-                           : launch_instance<Traits<Element, 128, 1, 64>>(p, w, boxes, shape, stream);
+      return launch_one_group<Element, 128>(p, w, boxes, shape, stream);
     case 128 + 2:
       return large ? launch_instance<Traits<Element, 128, 2, 128>>(p, w, boxes, shape, stream)
                    : launch_instance<Traits<Element, 128, 2, 64>>(p, w, boxes, shape, stream);

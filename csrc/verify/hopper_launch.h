@@ -25,6 +25,11 @@ constexpr int kMostDumpedHeads = 8;  // of a KV head, where rows of logits are d
 
 constexpr int ctas_per_sm(int row_groups, int head_dim) { return row_groups == 1 && head_dim <= 128 ? 2 : 1; }
 
+// Whether registers allow guide rows among the packed ones.
+constexpr bool guides_fit(int row_groups, int head_dim, int tile_keys) {
+  return row_groups == 2 ? head_dim == 128 && tile_keys == 128 : head_dim <= 128;
+}
+
 struct LaunchShape {
   int row_groups;
   int tile_keys;

@@ -23,6 +23,7 @@ constexpr int kPlanThreads = 128;
 constexpr int kMinShareKeys = 256;  // of a CTA where there is little work
 constexpr int kFewRequests = 32;    // of a call, at most, whose plan a warp makes by itself
 constexpr int kMostRingTiles = 16;
+constexpr int kFirstGuideRow = 48;
 constexpr int kMostPending = 4;  // tiles that one CTA of a team adds up at a time
 
 struct RequestPlan;
@@ -48,6 +49,7 @@ struct Workspace {
   int rounds;                      // of a team over the KV heads
   int tile_rows;                   // of group_rows, this many can be in use
   int norm_rows;
+  bool guides_in_rows;  // guide rows are kFirstGuideRow and the next of the last row group
 };
 
 __device__ inline int ceil_div(int a, const cutlass::FastDivmod& by) {

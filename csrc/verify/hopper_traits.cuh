@@ -36,9 +36,11 @@ constexpr int kSegmentSlots = 2;                 // segments that the CTA's role
 template <class Element>
 using MmaElement = std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
 
-// One kernel: query type, padded head dimension, how many warpgroups own 64 packed rows each, keys of a tile, and
-// whether CTAs look for their work while the previous launch ends.
-template <class Element_, int kHeadDim_, int kRowGroups_, int kTileKeys_, bool kGuesses_ = false>
+// One kernel: query type, padded head dimension, how many warpgroups own 64 packed rows each, keys of a tile, whether
+// CTAs look for their work while the previous launch ends, and whether guide rows may be among the packed ones, where
+// these leave the last warp of the last row group nothing to do. Kernels that guess have either always or never.
+template <class Element_, int kHeadDim_, int kRowGroups_, int kTileKeys_, bool kGuesses_ = false,
+          bool kGuidesInRows_ = guides_fit(kRowGroups_, kHeadDim_, kTileKeys_)>
 struct Traits {
   using Element = Element_;
   using Mma = MmaElement<Element>;
@@ -46,11 +48,13 @@ struct Traits {
   static constexpr bool kGuesses = kGuesses_;
   static constexpr bool kDumpsRows = !kGuesses;  // small calls wait for code
   static constexpr int kCacheBytes = 2;          // of an element
-  static constexpr int kGuideSlots = 1;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kTileKeys = kTileKeys_;
   static constexpr int kRows = 64 * kRowGroups;
+  static constexpr bool kGuidesInRows = kGuidesInRows_;
+  // Tiles whose products with guide rows wait for the guide warps.
+  static constexpr int kGuideSlots = kGuidesInRows ? 2 * kHeadDim / kTileKeys : 1;
   static constexpr int kThreads = kGroupThreads * (1 + kRowGroups);
   // One row group leaves room for two CTAs, whose softmax and products then overlap.
   static constexpr int kCtasPerSm = ctas_per_sm(kRowGroups, kHeadDim);
@@ -108,6 +112,7 @@ struct Fp8Traits {
   static constexpr bool kFp8 = true;
   static constexpr bool kGuesses = false;
   static constexpr bool kDumpsRows = false;
+  static constexpr bool kGuidesInRows = false;
   static constexpr int kCacheBytes = 1;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowGroups = 1;
@@ -157,6 +162,11 @@ __device__ __forceinline__ int swizzled_offset(int row, int segment) {
   const int turn = kBlockBytes == 128 ? row : row / 2;
   return segment / kSegments * (kTileRows * kBlockBytes) + row * kBlockBytes +
          ((segment ^ turn) & (kSegments - 1)) * 16;
+}
+
+template <class T>
+__device__ __forceinline__ bool guides_in_rows(const Workspace& w) {
+  return T::kGuidesInRows && (T::kGuesses || w.guides_in_rows);
 }
 
 // A bit per key of a tile.
@@ -242,6 +252,15 @@ __device__ __forceinline__ void multiply_tiles(TiledMma& mma, const A& a, const 
 template <class T, bool kFp8 = T::kFp8>
 struct RowMemory {
   alignas(1024) char query[T::kRowGroups][64 * T::kHeadDim * 2];
+
+  // Of a guide row with a tile, by key. They lie in rows of the query that are not in use, the last eight of the last
+  // row group, which are whole blocks of its swizzle: what a product has of these rows is never looked at.
+  __device__ __forceinline__ float* guide_products(int slot, int guide) {
+    constexpr int kBlockBytes = 64 * 128;
+    constexpr int kSlotsOfBlock = 128 / T::kTileKeys;
+    char* free_rows = query[T::kRowGroups - 1] + slot / kSlotsOfBlock * kBlockBytes + 56 * 128;
+    return reinterpret_cast<float*>(free_rows) + (slot % kSlotsOfBlock * 2 + guide) * T::kTileKeys;
+  }
 };
 
 // An output row: where it goes, and what the accumulated values are multiplied with.
@@ -260,9 +279,6 @@ struct RowMemory<T, true> {
   alignas(1024) char weights[2][T::kRows * T::kTileKeys * 2];
   typename T::Element guides[portable::kGuideColumns][T::kHeadDim + kGuidePadding];
   float2 guide_products[T::kGuideSlots][T::kTileKeys];  // of both guide rows
-  KeyMask<T::kTileKeys> guide_valid[T::kGuideSlots];
-  uint64_t guide_full[T::kGuideSlots];
-  uint64_t guide_empty[T::kGuideSlots];
   uint64_t guides_ready;
   float exchange[kGroupWarps][T::kRows];  // maxima or sums of a warp's keys
   float base[T::kRows];                   // of the weights, log2 units; -FLT_MAX: no key yet
@@ -276,6 +292,9 @@ struct SharedMemory {
   alignas(1024) char values[T::kStages][T::kTileBytes];
   RowMemory<T> rows;
   KeyMask<T::kTileKeys> valid[T::kStages];
+  KeyMask<T::kTileKeys> guide_valid[T::kGuideSlots];
+  uint64_t guide_full[T::kGuideSlots];
+  uint64_t guide_empty[T::kGuideSlots];
   uint64_t keys_full[T::kStages];
   uint64_t keys_empty[T::kStages];
   uint64_t values_full[T::kStages];
