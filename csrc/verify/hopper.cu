@@ -23,10 +23,9 @@ constexpr int kFinishCtas = 4;    // that merge, of an SM: all of them start at 
 constexpr int kMaxBatch = 4096;   // every CTA looks at all requests
 constexpr int kMaxPairs = 60000;  // of a row tile and KV head, of a request: a dimension of the last launch
 constexpr int kMaxForcedSplits = 16;
-constexpr int64_t kRingFrom = 8 << 20;     // bytes of a dump's parts: fewer stay in the L2 cache
-constexpr int64_t kGuessUpTo = 160 << 20;  // bytes of keys and values, by the bounds
-constexpr int kRingTeam = 5;    // KV heads, at least: CTAs of smaller teams would wait for the ring too often
-constexpr int kRingTeams = 16;  // fewer might all wait for CTAs that other kernels leave no room for
+constexpr int64_t kRingFrom = 8 << 20;  // bytes of a dump's parts: fewer stay in the L2 cache
+constexpr int kRingTeam = 5;            // KV heads, at least: CTAs of smaller teams would wait for the ring too often
+constexpr int kRingTeams = 16;          // fewer might all wait for CTAs that other kernels leave no room for
 
 // What sizes a workspace.
 struct Sizes {
@@ -191,9 +190,7 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   w.guides_in_rows = !fp8 && guides_fit(row_groups, portable::padded_head_dim(p.cache.head_dim), 1 << w.tile_shift) &&
                      rows <= 64 * (row_groups - 1) + kFirstGuideRow && rule.mode == SplitMode::kBalanced &&
                      (p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD);
-  const int64_t most_bytes =
-      2 * int64_t{p.batch} * p.max_seqlen_k * p.cache.num_heads_kv * p.cache.head_dim * (fp8 ? 1 : 2);
-  const bool guesses = p.batch <= kFewRequests && most_bytes <= kGuessUpTo && p.dump != VEGAS_DUMP_ROWS;
+  const bool guesses = p.batch <= kFewRequests && p.dump != VEGAS_DUMP_ROWS;
   LaunchShape shape = {row_groups, 1 << w.tile_shift, guesses, dim3(w.team, w.teams.divisor)};
   shape.merges =
       p.max_seqlen_k > kMinTileKeys ? static_cast<int>(sizes.row_tiles(row_groups)) * p.cache.num_heads_kv : 0;
