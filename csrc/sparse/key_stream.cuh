@@ -259,10 +259,10 @@ struct KeyStream {
     cute::cp_async_fence();
   }
 
-  // Starts the copies of what prepare() has looked up.
-  __device__ __forceinline__ void start() {
+  // Starts the copies of up to `most` tiles that prepare() has looked up.
+  __device__ __forceinline__ void start(int most) {
 #pragma unroll 1
-    for (; to_issue > 0 && taken < ready_tiles; --to_issue) {
+    for (; most > 0 && to_issue > 0 && taken < ready_tiles; --most, --to_issue) {
       copy_tile();
       cute::cp_async_fence();
     }

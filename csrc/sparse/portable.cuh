@@ -13,6 +13,8 @@
 
 namespace vegas_ops::portable {
 
+constexpr int kFewTiles = 2;  // of a warp
+
 // Programmatic dependent launch: the next launch of the stream may start while this one runs, and waits for its end
 // before it touches memory.
 __device__ __forceinline__ void wait_for_previous_launch() {
@@ -245,13 +247,15 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
       const int first_head = kv_head * plan.group + first_row;
       const bool is_cluster = plan.cluster > 1 && !segment.has_shares();
       const int heads = segment.tiles > 0 || is_cluster ? min(plan.rows, plan.group - first_row) : 0;
+      // Where memory is what a call waits for, it gets something to do before all else.
+      if (first && stream.ready_tiles > kFewTiles) stream.start(1);
       const HeadQuery<T> query(
           static_cast<const Element*>(p.q) + segment.request * p.q_stride_row + first_head * p.q_stride_head,
           p.q_stride_head, heads, p.cache.head_dim);
       if (first) {
         // The copies of what was found early start beside the look at what is there now.
         const typename KeyStream<T>::Current current(stream);
-        stream.start();
+        stream.start(stages);
         stale = early && current.differs(stream);
         if (stale || heads == 0) break;
         stream.fetch();
