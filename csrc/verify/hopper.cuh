@@ -89,6 +89,8 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
       const int slot = handed % T::kGuideSlots;
       wait_barrier(shared.guide_empty[slot], ~handed / T::kGuideSlots & 1);
       ++handed;
+      // Queries in registers were read from where the products go.
+      if (T::kQueryInRegisters) __syncwarp();
       if (lane < 8) {
         float* products = shared.rows.guide_products(slot, lane / 4) + 2 * (lane % 4);
 #pragma unroll
