@@ -135,6 +135,7 @@ class Round:
         self._read = torch.zeros_like(self.result, device="cpu", pin_memory=pinned)
         self._event = torch.cuda.Event() if pinned else None
         self._log_events = [torch.cuda.Event() for _ in range(2)] if pinned else []
+        self._copies = torch.cuda.Stream(device) if pinned else None
         self.ratios = torch.zeros(batch, dtype=torch.float64, device=device)
         self.least_tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.stops = torch.full((batch, MAX_STOPS), _NO_TOKEN, dtype=torch.int64, device=device)
@@ -357,8 +358,13 @@ class Round:
     def fetch_log(self, begin: int, turns: int) -> None:
         """Starts to copy a part of the log to the host; two may be on their way, from 0 and from later on."""
         span = slice(begin, begin + turns)
-        self._read_log[span].copy_(self.log[span], non_blocking=True)
-        if self._event is not None:
+        if self._copies is None:
+            self._read_log[span].copy_(self.log[span])
+            return
+        # Beside what the device does next. This part of the log is written anew when it has been read.
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
+            self._read_log[span].copy_(self.log[span], non_blocking=True)
             self._log_events[begin > 0].record()
 
     def read_log(self, begin: int, turns: int) -> list[list[tuple[int, list[int]]]]:
@@ -376,13 +382,13 @@ class Round:
     @torch.no_grad()
     def draft(self) -> None:
         """Fills table[:, 1:] and, for sampling, draft_probs."""
-        step = torch.arange(self.shape.steps, device=self.cache.device)[:, None]
-        inactive = step >= self.num_drafts
         tokens: Tensor | None = None
         if self.kernels:
             placed = bookkeeping.place_draft_rows(self, FIELDS, INT32_FIELDS)
             positions, slots, self.draft_keys, tokens = placed
         else:
+            step = torch.arange(self.shape.steps, device=self.cache.device)[:, None]
+            inactive = step >= self.num_drafts
             positions, slots = self._place_draft_rows(step, inactive)
         for i in range(self.shape.steps):
             self.step = i
