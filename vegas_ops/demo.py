@@ -231,9 +231,9 @@ def moves_of_margins(
 ) -> list[tuple[float, float, int]]:
     """How far apart decoding and verification compute margins, the difference of two tokens' logits.
 
-    Both go through the text of each plain request up to a place, with a cache of their own: verification
-    with `gamma` drafts that attend to everything. Margins are those of the text's next token to the best
-    other token, and at the place itself to the token given.
+    Both go through the text of each plain request, with a cache of their own: verification with `gamma`
+    drafts that attend to everything. Margins are those of the text's next token to the best other token, and
+    at the place given to the token given.
 
     Returns:
         For each (plain request, place in its output, token): the margin there as decoding computes it,
@@ -245,16 +245,17 @@ def moves_of_margins(
 
     def passed(i: int, history: torch.Tensor) -> int | None:
         """How many of the output's tokens `history` holds, if it is the text."""
-        plain, place, _ = partings[i]
-        n = history.shape[0] - len(plain.prompt)
-        return n if n <= place and history[len(plain.prompt) :].tolist() == plain.output[:n] else None
+        plain = partings[i][0]
+        output = history[len(plain.prompt) :].tolist()
+        n = len(output)
+        return n if n < len(plain.output) and output == plain.output[:n] else None
 
     def look(i: int, history: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         n = passed(i, history)
         if n is not None:
             plain, place, token = partings[i]
             others = logits.index_fill(0, torch.tensor(plain.output[n], device=logits.device), -torch.inf)
-            best = others.argmax() if n < place else torch.tensor(token, device=logits.device)
+            best = others.argmax() if n != place else torch.tensor(token, device=logits.device)
             decoded[i][n] = best, (logits[plain.output[n]] - logits[best]).float()
         return logits
 
@@ -269,14 +270,14 @@ def moves_of_margins(
             Request(
                 plain.prompt,
                 SamplingParams(),
-                max_new_tokens=place + 1,
+                max_new_tokens=len(plain.output),
                 gamma=drafts,
                 policy=Full(),
                 logits_processor=partial(processor, i),
-                forced_tokens=plain.output[: place + 1],
+                forced_tokens=plain.output,
                 share_prefix_with=plain.share_prefix_with,
             )
-            for i, (plain, place, _) in enumerate(partings)
+            for i, (plain, _, _) in enumerate(partings)
         ]
         decoder.generate(requests)
     result = []

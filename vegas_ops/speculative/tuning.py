@@ -127,7 +127,8 @@ def decode_together(
     decoder.step()
     # Not when the device has done what goes ahead of the first iteration: that is a part of it.
     start = time.perf_counter()
-    steps, last, iterations = [], start, 0
+    steps: list[tuple[int, float]] = []
+    last, iterations = start, 0
     with no_garbage_collection():
         while not any(request.finished for request in requests):
             if decoder.waiting:
