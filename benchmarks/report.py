@@ -27,6 +27,7 @@ SOURCES = (
     "csrc",
     "vegas_ops/jit.py",
     "vegas_ops/models/fused.py",
+    "vegas_ops/models/wide.py",
     "vegas_ops/ops.py",
     "vegas_ops/speculative/bookkeeping.py",
     "vegas_ops/speculative/page_scores.py",
