@@ -34,6 +34,31 @@ def ended_in_turn(model) -> tuple[list[int], list[int]]:
     return output, output[9:10]
 
 
+class LateStop(Request):
+    """Stops at its tokens from the 20th on only."""
+
+    def stops(self) -> bool:
+        return len(self.output) >= 20 and super().stops()
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+@pytest.mark.parametrize("turns", [1, 4])
+def test_rules_of_a_subclass_are_the_hosts(model, turns, gamma):
+    output = decoder_of(model).generate([Request(PROMPTS[0], gamma=0, max_new_tokens=40)])[0]
+    stop = output[5:6]
+    expected = output[:30]
+    if stop[0] in output[19:30]:
+        expected = output[: output.index(stop[0], 19) + 1]
+
+    def requests():
+        late = LateStop(PROMPTS[0], gamma=gamma, max_new_tokens=30, stop_token_ids=stop, **SMALL)
+        return [Request(PROMPTS[1], gamma=gamma, max_new_tokens=30, **SMALL), late]
+
+    outputs = unread(model, turns).generate(requests())
+    assert outputs[1] == expected
+    assert outputs == decoder_of(model).generate(requests())
+
+
 @pytest.mark.parametrize("gamma", [0, 1, 5])
 @pytest.mark.parametrize("turns", [1, 5])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda p: p.name)
@@ -276,7 +301,7 @@ def test_read_every_is_checked(model):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("gamma", [0, 4])
-def test_unread_graphs(cuda, gamma, temperature):
+def test_unread_graphs(cuda, monkeypatch, gamma, temperature):
     """Whole iterations as graphs give what single ones give; torch raises where the host waits."""
     model = TinyModel(**GPU_MODEL)
     sampling = SamplingParams(temperature=temperature, seed=3)
@@ -288,8 +313,13 @@ def test_unread_graphs(cuda, gamma, temperature):
         ]
 
     outputs = []
-    for turns in (1, 6):
-        decoder = SpeculativeDecoder(model, decoder_of(model, num_tokens=20_000).cache, read_every=turns)
+    for turns in (0, 1, 6):  # 0: each iteration planned by the host
+        if turns == 0:
+            monkeypatch.setattr(Unread, "turns", lambda *_: 0)
+        else:
+            monkeypatch.undo()
+        cache = decoder_of(model, num_tokens=20_000).cache
+        decoder = SpeculativeDecoder(model, cache, read_every=max(turns, 1))
         batch = [decoder.add(request) for request in requests()]
         for _ in range(4):
             decoder.step()
@@ -300,6 +330,6 @@ def test_unread_graphs(cuda, gamma, temperature):
             torch.cuda.set_sync_debug_mode("default")
         decoder.run()
         outputs.append([request.output for request in batch])
-        if turns > 1:
-            assert any(phase == "turn" for r in decoder._rounds.values() for phase, _ in r._graphs)
-    assert outputs[0] == outputs[1]
+        alone = any(phase == "turn" for r in decoder._rounds.values() for phase, _ in r._graphs)
+        assert alone == (turns > 0)
+    assert outputs[0] == outputs[1] == outputs[2]

@@ -313,7 +313,12 @@ struct Selector {
     const float from = bins.low + __fdividef(bin - 1.5f, bins.scale), to = bins.low + __fdividef(bin - .5f, bins.scale);
     if (bin == 0 || bin == kAbove || 16 * shared.count > shared.length || !(from < to)) return false;
     const Bins closer = Bins::of_keys(order_key(__float_as_uint(from)), order_key(__float_as_uint(to)));
-    __syncthreads();
+    // Counts were exchanged a moment ago: nobody sends others before all have read those.
+    if (alone()) {
+      __syncthreads();
+    } else {
+      synchronize_cluster();
+    }
     if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
     __syncthreads();
     visit_kept([&](float x) {

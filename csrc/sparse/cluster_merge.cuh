@@ -26,7 +26,7 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// What lies at this place in the shared memory of another CTA of the cluster.
+// Where this place lies in the shared memory of another CTA of the cluster.
 __device__ __forceinline__ uint32_t remote_address(const void* place, int rank) {
   uint32_t address = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -90,17 +90,17 @@ template <class Element>
 int clusters_at_once(const VegasSparseParams& p, const SparseDevice& device, const SparseCta& cta, int rows, int ctas) {
   return with_instance<Element>(p, [&](auto traits) {
     using T = decltype(traits);
-    static std::atomic<int> known[kMaxCluster + 1];
-    int count = known[ctas].load(std::memory_order_relaxed);
-    if (count != 0) return count;
+    static std::atomic<int> known[kMaxCluster + 1];  // one more than the answer; 0 until it is there
+    int count = known[ctas].load(std::memory_order_relaxed) - 1;
+    if (count >= 0) return count;
     SparseLaunch<T> launch(device, cta, rows, ctas);
     launch.config.gridDim = dim3(1, ctas);
     if (launch.error != cudaSuccess ||
         cudaOccupancyMaxActiveClusters(&count, sparse_kernel<T>, &launch.config) != cudaSuccess) {
       cudaGetLastError();  // the call goes on without clusters
-      return 0;
+      count = 0;
     }
-    known[ctas].store(count, std::memory_order_relaxed);
+    known[ctas].store(count + 1, std::memory_order_relaxed);
     return count;
   });
 }

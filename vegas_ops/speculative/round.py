@@ -278,8 +278,13 @@ class Round:
         self._tables = tables
 
     def _load_rules(self, rows: Sequence[Request | None]) -> None:
-        """What the device goes by while the host does not read."""
-        stops = [() if request is None else tuple(request.stop_token_ids)[:MAX_STOPS] for request in rows]
+        """What the device goes by while the host does not read. Rules that a subclass has are the host's."""
+        stops = [
+            tuple(request.stop_token_ids)[:MAX_STOPS]
+            if request is not None and type(request).stops is Request.stops
+            else ()
+            for request in rows
+        ]
         rules = [
             (0.0, 0, ()) if request is None else (request.ratio, request.min_tokens, ids)
             for request, ids in zip(rows, stops, strict=True)
