@@ -507,6 +507,17 @@ def test_bad_requests_name_the_argument(model):
     for prompt in ("hello", [1, "2"], [1.5], 3):
         with pytest.raises(TypeError, match=r"`prompt` must hold token ids, .* got "):
             Request(prompt)
+    for name, values in (
+        ("stop_token_ids", (5, "a", ["x"])),
+        ("stop_sequences", (["return"], [5])),
+        ("sampling", ({"temperature": 1.0}, None)),
+        ("logits_processor", ("x",)),
+    ):
+        for value in values:
+            with pytest.raises(TypeError, match=f"`{name}` must .*, got "):
+                Request([1], **{name: value})
+    with pytest.raises(TypeError, match=r"`request` must be a Request, got \[1, 2\]"):
+        decoder_of(model).generate([[1, 2]])
     with pytest.raises(ValueError, match="`cache` must have the model's layers"):
         SpeculativeDecoder(model, new_cache(TinyModel(head_dim=32)))
     with pytest.raises(ValueError, match=r"`cache` must be .* or fp8"):

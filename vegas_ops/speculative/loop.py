@@ -122,6 +122,8 @@ class SpeculativeDecoder:
 
     def add(self, request: Request) -> Request:
         """Queues a request; it joins at the next step."""
+        if not isinstance(request, Request):
+            raise TypeError(f"`request` must be a Request, got {request!r:.60}")
         if request.finished or request in self.waiting or request in self.running:
             raise ValueError("`request` must be new, got one that was already added")
         if len(request.prompt) >= self.max_position:

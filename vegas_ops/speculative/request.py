@@ -55,6 +55,15 @@ class Statistics:
                 counts[i] += 1
 
 
+def _token_ids(name: str, tokens: Collection[int]) -> list[int]:
+    try:
+        return [index(t) for t in tokens]
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must hold token ids, such as Tokenizer.encode gives, got {tokens!r:.60}"
+        ) from None
+
+
 @dataclass(eq=False)
 class Request:
     """One text to continue.
@@ -62,6 +71,7 @@ class Request:
     prompt: token ids, at least one. max_new_tokens: delivered exactly, unless a stop or the
     context limit comes first. stop_token_ids: end the output, and are its last token (EOS among
     them). stop_sequences: the same for several tokens in a row.
+    sampling: such as SamplingParams(temperature=0.7, top_p=0.95); greedy by default.
     gamma: drafts per verification; 0 is plain decoding through the same ops.
     policy, ratio, min_tokens: what drafts attend to; budget as in `selection.budget`.
     logits_processor: applied to draft and target rows alike, before the filters.
@@ -99,13 +109,14 @@ class Request:
 
     def __post_init__(self) -> None:
         # A copy: `output` is what follows it, also if the caller goes on with the list.
-        try:
-            self.prompt = [index(t) for t in self.prompt]
-        except TypeError:
-            given = f"{self.prompt!r:.60}"
-            raise TypeError(
-                f"`prompt` must hold token ids, such as Tokenizer.encode gives, got {given}"
-            ) from None
+        self.prompt = _token_ids("prompt", self.prompt)
+        _token_ids("stop_token_ids", self.stop_token_ids)
+        for stop in self.stop_sequences:
+            _token_ids("stop_sequences", stop)
+        if not isinstance(self.sampling, SamplingParams):
+            raise TypeError(f"`sampling` must be SamplingParams, got {self.sampling!r}")
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise TypeError(f"`logits_processor` must be callable, got {self.logits_processor!r}")
         if not self.prompt:
             raise ValueError("`prompt` must hold at least one token, got none")
         if not isinstance(self.policy, Policy):
