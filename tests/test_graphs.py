@@ -22,7 +22,9 @@ from vegas_ops.speculative import (
     SpeculativeDecoder,
     Streaming,
     Vegas,
+    ahead,
     loop,
+    unread,
 )
 from vegas_ops.speculative.loop import MAX_ROUNDS, bucket
 from vegas_ops.speculative.round import Round
@@ -183,6 +185,36 @@ def test_texts_outgrow_the_bound_of_a_round(model, plain, monkeypatch, gamma):
     requests = [Request(p, gamma=gamma, policy=Full(), max_new_tokens=40, **SMALL) for p in PROMPTS]
     assert decoder.generate(requests) == plain
     assert {shape.max_keys for shape in decoder._rounds} == {128, 256}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("gamma", [0, 3])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_what_went_ahead_moves_to_another_round(model, monkeypatch, gamma, temperature, turns):
+    """Texts outgrow bounds, and a batch shrinks; nothing is drafted or plainly verified twice."""
+    monkeypatch.setattr(loop, "MIN_KEYS", 1)
+    monkeypatch.setattr(loop, "RARE", 0)
+    monkeypatch.setattr(unread, "RARE", 0)
+    phases: list[str] = []
+    run, moved = Round.run, []
+    monkeypatch.setattr(Round, "run", lambda r, phase, pool: (phases.append(phase), run(r, phase, pool)))
+    take_over = ahead.take_over
+    monkeypatch.setattr(ahead, "take_over", lambda *a: (moved.append(a), take_over(*a)))
+
+    def requests():
+        return [
+            Request(p, SamplingParams(temperature, top_p=0.9, seed=i), gamma=gamma, max_new_tokens=n, **SMALL)
+            for i, (p, n) in enumerate(zip(PROMPTS, (60, 15, 60, 60), strict=True))
+        ]
+
+    decoder = SpeculativeDecoder(model, decoder_of(model, page_size=2).cache, read_every=turns)
+    decoder.fixed_shapes = True
+    outputs = decoder.generate(requests())
+    assert moved and len(decoder._rounds) > 1
+    # All that ran was used, but for what went ahead of the last verification.
+    ran, used = ("draft", "verify") if gamma else ("verify", "advance")
+    assert phases.count(ran) <= phases.count(used) + phases.count("turn") + 1
+    assert outputs == decoder_of(model).generate(requests())
 
 
 def test_too_few_pages_to_go_ahead(model, plain):

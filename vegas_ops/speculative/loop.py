@@ -289,7 +289,7 @@ class SpeculativeDecoder:
         r = self._fixed_round(shape) if fixed else self._new_round(shape)
         limits = {request: request.max_length(self.max_position) for request in requests}
         modes = [Mode(kind.first, kind.selects) for kind in kinds]
-        ahead = r.load(list(kinds.values()), modes, drafts, limits, r is self._ahead)
+        ahead = r.load(list(kinds.values()), modes, drafts, limits, self._ahead if fixed else None)
         self._ahead, r.second_pass = None, second_pass
         return r, self._pool if fixed else None, ahead
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vegas_ops.speculative import bookkeeping, sampling_kernels
+from vegas_ops.speculative import ahead, bookkeeping, sampling_kernels
 from vegas_ops.speculative.acceptance import Accepted, accept_greedy, accept_sampled
 from vegas_ops.speculative.attention import DraftContext, Group, VerifyContext
 from vegas_ops.speculative.kv_cache import CacheSequence, PagedKVCache, to_device
@@ -175,12 +175,11 @@ class Round:
         modes: Sequence[Mode],
         num_drafts: dict[Request, int],
         limits: dict[Request, int],
-        ahead: bool = False,
+        last: Round | None = None,
     ) -> bool:
         """Puts requests into the rows of their groups; num_drafts: of this round; limits: lengths at
-        which they end. ahead: the round has gone ahead; returns whether for these requests."""
+        which they end. last: a round that has gone ahead; returns whether for these requests."""
         self.modes = tuple(modes)
-        ahead = ahead and not any(mode.first for mode in modes)  # which may need rows of a prompt
         rows: list[Request | None] = [None] * self.shape.batch
         kept = {request: i for i, request in enumerate(self.requests) if request is not None}
         for group, members in zip(self.groups, groups, strict=True):
@@ -190,9 +189,7 @@ class Round:
             free = iter(sorted(set(span) - set(places.values())))
             for member in members:
                 rows[places[member] if member in places else next(free)] = member
-        for request, before in zip(rows, self.requests, strict=True):
-            if request is not None and request is not before:
-                ahead = ahead and self.shape.steps > 0 and num_drafts[request] == 0
+        done = ahead.sources(self, last, rows, num_drafts)
         self._move(rows)
         self.drafts = [0 if request is None else num_drafts[request] for request in rows]
         lines, table = [], [[0] * self.table.shape[1] for _ in rows]
@@ -214,11 +211,13 @@ class Round:
                 lines.append(line)
         self._host.copy_(torch.tensor(lines, dtype=torch.int64).t())
         self.values.copy_(self._host, non_blocking=True)
-        if ahead:
+        if done is not None and last is self:
             self.table[:, 0] = self._pending  # of rows that are new: drafts are there
         else:
             self._host_table.copy_(torch.tensor(table, dtype=torch.int64))
             self.table.copy_(self._host_table, non_blocking=True)
+            if done is not None and last is not None:
+                ahead.take_over(self, last, done)
         self.load_tables([request for request in rows if request is not None])
         parameters = [SamplingParams() if request is None else request.sampling for request in rows]
         if not self.shape.greedy and parameters != self._parameters:
@@ -227,7 +226,7 @@ class Round:
         if self.turns > 1:
             self._load_rules(rows)
         self.processed = [i for i, request in enumerate(rows) if request and request.logits_processor]
-        return ahead
+        return done is not None
 
     def _move(self, rows: list[Request | None]) -> None:
         """Changes the rows' owners; selections follow them."""
