@@ -196,26 +196,23 @@ if triton is not None:
         token = tl.load(result + i * (STEPS + 3) + 2 + accepted, mask=inside, other=0)
         tl.store(table + i * width, tl.maximum(token, 0), mask=inside)
         limit = tl.load(values + LIMITS * batch + i, mask=inside, other=0)
-        alive = (q_len > 0).to(tl.int64)
-        if TURNS > 1:
-            column = tl.arange(0, COLUMNS)[None, :]
-            there = inside[:, None] & (column < STEPS + 3)
-            line = tl.load(result + i[:, None] * (STEPS + 3) + column, mask=there, other=-1)
-            now = tl.load(turn + i, mask=inside, other=0)
-            place = (now % TURNS) * batch + i
-            tl.store(log + place[:, None] * (STEPS + 3) + column, line, mask=there)
-            tl.store(turn + i, now + 1, mask=inside)
-            failed = tl.load(result + i * (STEPS + 3) + 1, mask=inside, other=0)
-            ended = failed != 0
-            for stop in tl.static_range(STOPS):
-                end = tl.load(stops + i * STOPS + stop, mask=inside, other=-2)
-                hit = (line == end[:, None]) & (column >= 2)
-                ended = ended | (tl.max(hit.to(tl.int32), 1) > 0)
-            limit = tl.where(ended, 0, limit)
-            tl.store(values + LIMITS * batch + i, limit, mask=inside)
-            alive = ((q_len > 0) & (length < limit)).to(tl.int64)
-            # An ended request's row is from now on an unused one.
-            length *= alive
+        column = tl.arange(0, COLUMNS)[None, :]
+        there = inside[:, None] & (column < STEPS + 3)
+        line = tl.load(result + i[:, None] * (STEPS + 3) + column, mask=there, other=-1)
+        now = tl.load(turn + i, mask=inside, other=0)
+        place = (now % TURNS) * batch + i
+        tl.store(log + place[:, None] * (STEPS + 3) + column, line, mask=there)
+        tl.store(turn + i, now + 1, mask=inside)
+        ended = tl.load(result + i * (STEPS + 3) + 1, mask=inside, other=0) != 0
+        for stop in tl.static_range(STOPS):
+            end = tl.load(stops + i * STOPS + stop, mask=inside, other=-2)
+            hit = (line == end[:, None]) & (column >= 2)
+            ended = ended | (tl.max(hit.to(tl.int32), 1) > 0)
+        limit = tl.where(ended, 0, limit)
+        tl.store(values + LIMITS * batch + i, limit, mask=inside)
+        alive = ((q_len > 0) & (length < limit)).to(tl.int64)
+        # An ended request's row is from now on an unused one.
+        length *= alive
         tl.store(values + LENGTHS * batch + i, length, mask=inside)
         drafts = tl.zeros((BLOCK,), tl.int64)
         if STEPS:
@@ -224,23 +221,15 @@ if triton is not None:
             tl.store(values + DRAFTS * batch + i, drafts, mask=inside)
             listed = tl.load(values + NEXT_LISTED * batch + i, mask=inside, other=0)
             tails = tl.load(values + NEXT_TAILS * batch + i, mask=inside, other=0)
-            if TURNS > 1:
-                listed *= alive
-                tails *= alive
-            tl.store(values + LISTED * batch + i, listed, mask=inside)
-            tl.store(values + TAILS * batch + i, tails, mask=inside)
-        else:
-            q_len = tl.where(length >= limit, 0, q_len)
-            tl.store(values + Q_LENS * batch + i, q_len, mask=inside)
-            tl.store(values + KEYS * batch + i, length * q_len, mask=inside)
-        if TURNS > 1:
-            keys = (length + drafts) * alive
-            tl.store(values + Q_LENS * batch + i, (drafts + 1) * alive, mask=inside)
-            tl.store(values + KEYS * batch + i, keys, mask=inside)
-            ratio = tl.load(ratios + i, mask=inside, other=0.0)
-            k = tl.ceil(ratio * keys.to(tl.float64) - 1e-9).to(tl.int64)
-            k = tl.minimum(tl.maximum(k, tl.load(least_tokens + i, mask=inside, other=0)), length)
-            tl.store(values + BUDGETS * batch + i, k, mask=inside)
+            tl.store(values + LISTED * batch + i, listed * alive, mask=inside)
+            tl.store(values + TAILS * batch + i, tails * alive, mask=inside)
+        keys = (length + drafts) * alive
+        tl.store(values + Q_LENS * batch + i, (drafts + 1) * alive, mask=inside)
+        tl.store(values + KEYS * batch + i, keys, mask=inside)
+        ratio = tl.load(ratios + i, mask=inside, other=0.0)
+        k = tl.ceil(ratio * keys.to(tl.float64) - 1e-9).to(tl.int64)
+        k = tl.minimum(tl.maximum(k, tl.load(least_tokens + i, mask=inside, other=0)), length)
+        tl.store(values + BUDGETS * batch + i, k, mask=inside)
 
 
 def place_draft_rows(
@@ -307,8 +296,7 @@ def accept(round: Round, logits: Tensor, fields: dict[str, int]) -> None:
 
 def advance(round: Round, fields: dict[str, int]) -> None:
     """`Round._advance`."""
-    batch = round.shape.batch
-    block = triton.next_power_of_2(max(min(batch, _BLOCK), 16)) if round.turns == 1 else 16
+    batch, block = round.shape.batch, 16
     _advance_kernel[(triton.cdiv(batch, block),)](
         round.values, round.table, round.result, round.ratios, round.least_tokens, round.stops, round.log,
         round.turn_of, batch, round.table.shape[1],

@@ -140,7 +140,7 @@ class Round:
         self.least_tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.stops = torch.full((batch, MAX_STOPS), _NO_TOKEN, dtype=torch.int64, device=device)
         self._rules: list[tuple[float, int, tuple[int, ...]]] = []
-        self.log = self.result.new_zeros((turns if turns > 1 else 0, *self.result.shape))
+        self.log = self.result.new_zeros((turns, *self.result.shape))
         self.turn_of = torch.zeros(batch, dtype=torch.int64, device=device)
         self._logged = 0  # where the next result goes in the log: what is in turn_of
         self._read_log = torch.zeros_like(self.log, device="cpu", pin_memory=pinned)
@@ -223,8 +223,7 @@ class Round:
         if not self.shape.greedy and parameters != self._parameters:
             self.sampling.load(parameters)
             self._parameters = parameters
-        if self.turns > 1:
-            self._load_rules(rows)
+        self._load_rules(rows)
         self.processed = [i for i, request in enumerate(rows) if request and request.logits_processor]
         return done is not None
 
@@ -513,60 +512,52 @@ class Round:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """To the round that follows if no request joins, as `load` would: lengths, pending tokens,
-        the selection just made; for plain decoding, also the next verification."""
+        """To the round that follows if no request joins, as `load` would but for the lists that its selection
+        will make: lengths, pending tokens, the selection just made, drafts, verification and budgets."""
         if self.kernels:
             bookkeeping.advance(self, FIELDS)
         else:
             self._advance()
-        if self.turns > 1:
-            for group, mode in zip(self.groups, self.modes, strict=True):
-                if mode.selects and plans_tensors(group.policy):
-                    rows = group.batch
-                    plan = group.policy.plan(self._budgets[rows], self.lengths[rows], False)
-                    for row, planned in zip((self._next_listed, self._next_tails), plan, strict=True):
-                        row[rows] = planned
 
     def _advance(self) -> None:
-        if self.turns > 1:
-            row = torch.arange(self.shape.batch, device=self.cache.device)
-            self.log[self.turn_of % self.turns, row] = self.result
-            self.turn_of += 1
-            emitted = self.result[:, 2:]
-            stopped = (emitted[:, :, None] == self.stops[:, None]).any(2).any(1) | (self.result[:, 1] != 0)
-            self._limits.masked_fill_(stopped, 0)
+        row = torch.arange(self.shape.batch, device=self.cache.device)
+        self.log[self.turn_of % self.turns, row] = self.result
+        self.turn_of += 1
+        emitted = self.result[:, 2:]
+        stopped = (emitted[:, :, None] == self.stops[:, None]).any(2).any(1) | (self.result[:, 1] != 0)
+        self._limits.masked_fill_(stopped, 0)
         unused = self.q_lens == 0
         self.lengths += (self.num_accepted + 1).masked_fill_(unused, 0)
         token = self.result[:, 2:].gather(1, self.num_accepted[:, None])
         self.table[:, :1] = token.clamp_(min=0)  # -1 where the target failed
+        alive = ~unused & (self.lengths < self._limits)
+        # An ended request's row is from now on an unused one.
+        self.lengths *= alive
         if self.shape.steps:
             left = (self._limits - self.lengths - 1).clamp_(min=0)
-            self.num_drafts.copy_(torch.minimum(self._gammas, left))
-            self._listed.copy_(self._next_listed)
-            self._tails.copy_(self._next_tails)
-        else:
-            self.q_lens.masked_fill_(self.lengths >= self._limits, 0)
-            self._keys.copy_(self.lengths * self.q_lens)
-        if self.turns > 1:
-            alive = ~unused & (self.lengths < self._limits)
-            # An ended request's row is from now on an unused one.
-            self.lengths *= alive
-            self.num_drafts *= alive
-            self.q_lens.copy_((self.num_drafts + 1) * alive)
-            self._keys.copy_((self.lengths + self.num_drafts) * alive)
-            share = torch.ceil(self.ratios * self._keys - 1e-9).long()
-            k = torch.minimum(torch.maximum(share, self.least_tokens), self.lengths)
-            self._budgets.copy_(k)
-            self._listed *= alive
-            self._tails *= alive
+            self.num_drafts.copy_(torch.minimum(self._gammas, left) * alive)
+            self._listed.copy_(self._next_listed * alive)
+            self._tails.copy_(self._next_tails * alive)
+        self.q_lens.copy_((self.num_drafts + 1) * alive)
+        self._keys.copy_((self.lengths + self.num_drafts) * alive)
+        share = torch.ceil(self.ratios * self._keys - 1e-9).long()
+        k = torch.minimum(torch.maximum(share, self.least_tokens), self.lengths)
+        self._budgets.copy_(k)
 
     @torch.no_grad()
     def turn(self) -> None:
-        """From the drafts to where the next begin; in plain decoding, from a verification to the next."""
+        """From the drafts to where the next begin; in plain decoding, from a verification to the next. The
+        host does not come in between, so the lists that the next selection makes are planned here."""
         if self.shape.steps:
             self.verify()
             self.select()
         self.advance()
+        for group, mode in zip(self.groups, self.modes, strict=True):
+            if mode.selects and plans_tensors(group.policy):
+                rows = group.batch
+                plan = group.policy.plan(self._budgets[rows], self.lengths[rows], False)
+                for row, planned in zip((self._next_listed, self._next_tails), plan, strict=True):
+                    row[rows] = planned
 
     @torch.no_grad()
     def select(self) -> None:

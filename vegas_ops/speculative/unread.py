@@ -50,7 +50,7 @@ class Unread:
     @property
     def log_turns(self) -> int:
         """Iterations of a round's log."""
-        return 2 * self.decoder.read_every if self.decoder.fixed_shapes else 1
+        return 2 * self.decoder.read_every
 
     def turns(self, requests: Sequence[Request], behind: int = 0) -> int:
         """Iterations of a next block, with pages for all of them; behind: of the block in flight."""
