@@ -63,9 +63,11 @@ def test_rounds_with_and_without_kernels(monkeypatch, greedy, alone):
         assert a.statistics.drafted_at == b.statistics.drafted_at
 
 
+@pytest.mark.parametrize("part", [bookkeeping._PART, 4], ids=["whole rows", "parts"])
 @pytest.mark.parametrize("steps", [0, 1, 6])
-def test_acceptance_of_logits_that_are_not_finite(steps):
+def test_acceptance_of_logits_that_are_not_finite(monkeypatch, steps, part):
     """Every pattern of right drafts, NaN and infinity in any row, ragged numbers of drafts."""
+    monkeypatch.setattr(bookkeeping, "_PART", part)
     generator = torch.Generator().manual_seed(steps)
     device, batch, vocab = "cuda" if GPU else "cpu", 8, 5
     for trial in range(20):
@@ -90,6 +92,29 @@ def test_acceptance_of_logits_that_are_not_finite(steps):
             for kernels in (True, False)
         ]
         assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("part", [1024, 64])
+def test_a_draft_is_the_first_of_the_likeliest_tokens(monkeypatch, part):
+    """Of rows looked at whole and in parts: equals, infinity, NaN, which is never chosen."""
+    monkeypatch.setattr(bookkeeping, "_PART", part)
+    device, vocab = "cuda" if GPU else "cpu", 1000
+    logits = torch.randn(7, vocab, generator=torch.Generator().manual_seed(1))
+    logits[0, [70, 500, 999]] = 9.0
+    logits[1, 999] = 9.0
+    logits[2, [3, 640]] = torch.tensor([torch.nan, 9.0])
+    logits[3] = -torch.inf
+    logits[4, [64, 65]] = torch.inf
+    logits[5] = torch.nan
+    expected = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax(1)
+    ones = torch.ones(7, dtype=torch.int64)
+    r = _Round(torch.zeros(7, 4, dtype=torch.int64).to(device), ones.to(device), ones.to(device), 3)
+    tokens = torch.empty(7, dtype=torch.int64, device=device)
+    bookkeeping.choose(r, logits.to(device), tokens, 0, round.FIELDS)  # type: ignore[arg-type]
+    assert tokens.tolist() == r.table[:, 1].tolist()
+    chosen = [0, 1, 2, 4, 6]  # of a row without a finite logit any token will do
+    assert tokens[chosen].tolist() == expected[chosen].tolist()
+    assert ((tokens >= 0) & (tokens < vocab)).all()
 
 
 class _Round:

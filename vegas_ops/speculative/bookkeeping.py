@@ -28,6 +28,7 @@ except ImportError:  # a torch without a GPU
     triton = None
 
 _BLOCK = 128
+_PART = 8192  # logits of a row that a program looks at, where there are several of them
 
 
 def available(device: torch.device) -> bool:
@@ -120,29 +121,72 @@ if triton is not None:
         return top, tl.min(tl.where(best == top, place, VOCAB - 1), 0), tl.max(odd, 0) > 0
 
     @triton.jit
+    def _parts_kernel(
+        logits, best, place, VOCAB: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+        DEPENDENT: tl.constexpr,
+    ):  # fmt: skip
+        """`best_of` a part of a row: (rows, parts); the place's complement where the part has a NaN."""
+        if DEPENDENT:
+            gdc_launch_dependents()
+            gdc_wait()
+        row, part, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+        top, token = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32) + part * PART
+        odd = tl.zeros((BLOCK,), tl.int32)
+        for start in tl.static_range(0, PART, BLOCK):
+            at = part * PART + start + i
+            x = tl.load(logits + row * VOCAB + at, mask=at < VOCAB, other=float("-inf"))
+            odd |= (x != x).to(tl.int32)
+            token = tl.where(x > top, at, token)
+            top = tl.where(x > top, x, top)
+        most = tl.max(top, 0)
+        first = tl.min(tl.where(top == most, token, VOCAB - 1), 0)
+        out = row * tl.num_programs(1) + part
+        tl.store(best + out, most)
+        tl.store(place + out, tl.where(tl.max(odd, 0) > 0, -1 - first, first))
+
+    @triton.jit
+    def _best_of_row(
+        logits, best, place, row, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):  # fmt: skip
+        """`best_of` a row, from its logits or from its parts."""
+        if PARTS == 1:
+            return best_of(logits + row * VOCAB, VOCAB, BLOCK)
+        else:
+            part = tl.arange(0, COLUMNS)
+            of_parts = tl.load(best + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
+            token = tl.load(place + row * PARTS + part, mask=part < PARTS, other=VOCAB - 1)
+            top = tl.max(of_parts, 0)
+            odd = tl.max((token < 0).to(tl.int32), 0) > 0
+            token = tl.where(token < 0, -1 - token, token)
+            return top, tl.min(tl.where(of_parts == top, token, VOCAB - 1), 0), odd
+
+    @triton.jit
     def _best_kernel(
-        logits, top, choice, VOCAB: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+        logits, best, place, top, choice, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+        COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
         if DEPENDENT:
             gdc_launch_dependents()
             gdc_wait()
         row = tl.program_id(0).to(tl.int64)
-        best, token, odd = best_of(logits + row * VOCAB, VOCAB, BLOCK)
-        tl.store(top + row, tl.where(odd, float("nan"), best))
+        most, token, odd = _best_of_row(logits, best, place, row, VOCAB, BLOCK, PARTS, COLUMNS)
+        tl.store(top + row, tl.where(odd, float("nan"), most))
         tl.store(choice + row, token.to(tl.int64))
 
     @triton.jit
     def _choose_kernel(
-        logits, values, table, tokens, batch, width, step,
-        DRAFTS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+        logits, best, place, values, table, tokens, batch, width, step,
+        DRAFTS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+        COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
     ):  # fmt: skip
         """The likeliest token of one request's row."""
         if DEPENDENT:
             gdc_launch_dependents()
             gdc_wait()
         row = tl.program_id(0).to(tl.int64)
-        _best, place, _odd = best_of(logits + row * VOCAB, VOCAB, BLOCK)
-        token = place.to(tl.int64)
+        _most, token, _odd = _best_of_row(logits, best, place, row, VOCAB, BLOCK, PARTS, COLUMNS)
+        token = token.to(tl.int64)
         tl.store(tokens + row, token)
         active = step < tl.load(values + DRAFTS * batch + row)
         # A prompt's last tokens stay.
@@ -253,17 +297,29 @@ def place_draft_rows(
 def choose(round: Round, logits: Tensor, tokens: Tensor, step: int, fields: dict[str, int]) -> None:
     """A greedy draft step: the likeliest of logits (batch, vocab_size) fp32 into tokens, (batch,) int64,
     and into the table of the requests that draft it; the first of equals, never NaN."""
-    batch, vocab = logits.shape
+    parts, options = _parts(logits)
+    batch = len(logits)
     _choose_kernel[(batch,)](
-        logits, round.values, round.table, tokens, batch, round.table.shape[1], step,
-        DRAFTS=fields["num_drafts"], **_whole_rows(vocab, logits.device),
+        logits, *parts, round.values, round.table, tokens, batch, round.table.shape[1], step,
+        DRAFTS=fields["num_drafts"], **options,
     )  # fmt: skip
 
 
-def _whole_rows(vocab: int, device: torch.device) -> dict[str, Any]:
-    """Options of a kernel whose programs look at a row of logits each."""
-    block, warps = min(triton.next_power_of_2(vocab), 32_768), 16 if vocab <= 8192 else 32
-    return {"VOCAB": vocab, "BLOCK": block, "num_warps": warps, **jit.launch_options(device)}
+def _parts(logits: Tensor) -> tuple[tuple[Tensor | None, Tensor | None], dict[str, Any]]:
+    """The best of the rows' parts, or nothing where a program looks at a whole row of so few logits, and the
+    options of a kernel that finds the rows' best."""
+    (rows, vocab), options = logits.shape, jit.launch_options(logits.device)
+    parts = triton.cdiv(vocab, _PART)
+    options |= {"VOCAB": vocab, "PARTS": parts, "COLUMNS": triton.next_power_of_2(parts)}
+    if parts == 1:
+        return (None, None), {"BLOCK": triton.next_power_of_2(vocab), "num_warps": 16, **options}
+    best = torch.empty((rows, parts), device=logits.device)
+    place = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+    _parts_kernel[(rows, parts)](
+        logits, best, place, VOCAB=vocab, PART=_PART, BLOCK=min(_PART, 2048), num_warps=4,
+        **jit.launch_options(logits.device),
+    )  # fmt: skip
+    return (best, place), {"BLOCK": _PART, "num_warps": 1, **options}
 
 
 def place_verify_rows(round: Round, group: Group, fields: dict[str, int], copied: int) -> None:
@@ -282,10 +338,11 @@ def place_verify_rows(round: Round, group: Group, fields: dict[str, int], copied
 
 def accept(round: Round, logits: Tensor, fields: dict[str, int]) -> None:
     """Greedy acceptance of the packed rows' logits, (rows, vocab_size) fp32, into `round.result`."""
-    (rows, vocab), device = logits.shape, logits.device
+    rows, device = len(logits), logits.device
     top = torch.empty(rows, device=device)
     choice = torch.empty(rows, dtype=torch.int64, device=device)
-    _best_kernel[(rows,)](logits, top, choice, **_whole_rows(vocab, device))
+    parts, options = _parts(logits)
+    _best_kernel[(rows,)](logits, *parts, top, choice, **options)
     _accept_kernel[(len(round.table),)](
         round.values, round.table, top, choice, round.rows.last, round.result, len(round.table),
         round.shape.steps, round.table.shape[1],
