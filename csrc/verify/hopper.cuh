@@ -167,6 +167,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     const bool capped = p.softcap > 0.0f;
     const bool forms_logits = capped || !(scale > 0.0f);
     const float to_logit = capped ? scale / p.softcap : scale;
+    const Cap cap(to_logit);
     const float to_log2 = capped ? p.softcap * kLog2e : forms_logits ? kLog2e : scale * kLog2e;
     float reference[2] = {-INFINITY, -INFINITY};  // of the weights, log2 units
     float base[2] = {0.0f, 0.0f};                 // it, or 0 of a row that has seen no key yet
@@ -271,7 +272,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
         stage = ring.stage;
         phase = ring.phase;
         if (warp_in_use) {
-          if (forms_logits) form_logits(scores, to_logit, capped);
+          if (forms_logits) form_logits(scores, cap, to_logit, capped);
           if (!whole || first_key < first_full_key || first_key + T::kTileKeys - 1 > last_full_key) {
             mask_scores(first_key, shared.valid[stage]);
           }

@@ -160,7 +160,7 @@ class ColumnAttention {
     cute::warpgroup_fence_operand(scores_);
     while (true) {
       // One tile: its weights, while the values of the tile before are accumulated, then the scores of the next.
-      if (forms_logits_) form_logits(scores_, to_logit_, capped_);
+      if (forms_logits_) form_logits(scores_, Cap(to_logit_), to_logit_, capped_);
       if (!loaded_keys_.all || first_key < first_full_key || first_key + T::kTileKeys - 1 > last_full_key) {
         mask_scores(first_key);
       }

@@ -129,6 +129,7 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     const bool capped = p.softcap > 0.0f;
     float to_logit = p.softmax_scale * portable::descale_of(p.cache.k, s.index, s.kv_head);
     if (capped) to_logit /= p.softcap;
+    const Cap cap(to_logit);
     // Of this lane's keys of the next tile; returns a bit per key that exists.
     const auto multiply = [&](float (&products)[2][kOwnKeys]) __attribute__((always_inline)) {
       wait_barrier(shared.keys_full[ring.stage], ring.phase);
@@ -222,16 +223,31 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
       } else {
         valid = multiply(products);
       }
-#pragma unroll
-      for (int i = 0; i < kOwnKeys; ++i) {
-#pragma unroll
-        for (int g = 0; g < 2; ++g) products[g][i] *= to_logit;
-      }
       if (capped) {
+        float most = 0.0f;
 #pragma unroll
         for (int i = 0; i < kOwnKeys; ++i) {
 #pragma unroll
-          for (int g = 0; g < 2; ++g) products[g][i] = p.softcap * any_tanh(products[g][i]);
+          for (int g = 0; g < 2; ++g) most = fmaxf(most, fabsf(products[g][i]));
+        }
+        if (__all_sync(0xffffffffu, cap.is_small(most))) {
+#pragma unroll
+          for (int i = 0; i < kOwnKeys; ++i) {
+#pragma unroll
+            for (int g = 0; g < 2; ++g) products[g][i] = p.softcap * cap.small(products[g][i]);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kOwnKeys; ++i) {
+#pragma unroll
+            for (int g = 0; g < 2; ++g) products[g][i] = p.softcap * cap(products[g][i]);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kOwnKeys; ++i) {
+#pragma unroll
+          for (int g = 0; g < 2; ++g) products[g][i] *= to_logit;
         }
       }
 #pragma unroll

@@ -189,45 +189,77 @@ struct PendingSum {
   int length;
 };
 
-// tanh(x) for |x| <= 1, to 2^-17 of itself.
-__device__ __forceinline__ float small_tanh(float x) {
-  const float u = x * x;
-  float y = fmaf(u, 9.03642e-3f, -4.481755e-2f);
-  y = fmaf(u, y, 1.3036811e-1f);
-  y = fmaf(u, y, -3.3298065e-1f);
-  return x * fmaf(u, y, 0.99999309f);
-}
+// tanh(factor * x). Three coefficients, which hold the factor, serve most scores, whatever the others are; each result
+// depends on its own score alone.
+class Cap {
+ public:
+  __device__ __forceinline__ explicit Cap(float factor) : factor_(factor) {
+    // Where powers of the factor leave the range of fp32, or scores would, the polynomial is not used.
+    const float size = fabsf(factor);
+    const float square = factor * factor;
+    const bool fits = size < kLargestFactor;
+    limit_ = fits ? fminf(__fdividef(kLimit, size), kLargestScore) : 0.0f;
+    one_ = kOne * factor;
+    third_ = fits ? kThird * factor * square : 0.0f;
+    fifth_ = fits ? kFifth * factor * square * square : 0.0f;
+  }
 
-// tanh(x); beyond 1 with an absolute error below 2^-22.
-__device__ __forceinline__ float any_tanh(float x) {
-  const float large = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * kLog2e * x));
-  return fabsf(x) <= 1.0f ? small_tanh(x) : large;
-}
+  // Whether the polynomial serves a score of this size, to 2^-17 of the result.
+  __device__ __forceinline__ bool is_small(float size) const { return size <= limit_; }
 
-// Turns a warp's scores into logits, or where these are capped into their share of the cap. Each result depends on its
-// own score alone.
+  __device__ __forceinline__ float small(float score) const {
+    const float square = score * score;
+    return score * fmaf(square, fmaf(square, fifth_, third_), one_);
+  }
+
+  // Beyond the polynomial's range, where the absolute error is below 2^-22.
+  __device__ __forceinline__ float operator()(float score) const {
+    const float x = score * factor_;
+    const float large = 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * kLog2e * x));
+    const float square = x * x;
+    const float tiny = x * fmaf(square, fmaf(square, kFifth, kThird), kOne);
+    return is_small(fabsf(score)) ? small(score) : fabsf(x) <= kLimit ? tiny : large;
+  }
+
+ private:
+  static constexpr float kLimit = 0.4f;  // of the polynomial
+  static constexpr float kOne = 0.99999375f;
+  static constexpr float kThird = -0.33262575f;
+  static constexpr float kFifth = 0.12127785f;
+  static constexpr float kLargestFactor = 1048576.0f;
+  static constexpr float kLargestScore = 2097152.0f;
+
+  float factor_;
+  float limit_;
+  float one_;
+  float third_;
+  float fifth_;
+};
+
+// Turns a warp's scores into logits, or where these are capped into their share of the cap.
 template <class Scores>
-__device__ __forceinline__ void form_logits(Scores& scores, float factor, bool capped) {
+__device__ __forceinline__ void form_logits(Scores& scores, const Cap& cap, float factor, bool capped) {
   constexpr int kScores = decltype(cute::size(scores))::value;
   constexpr int kBatch = 8;  // of the longer way: more at once have no registers
-  float most = 0.0f;
+  if (!capped) {
 #pragma unroll
-  for (int c = 0; c < kScores; ++c) {
-    scores(c) *= factor;
-    most = fmaxf(most, fabsf(scores(c)));
-  }
-  if (!capped) return;
-  if (!__any_sync(0xffffffffu, most > 1.0f)) {
-#pragma unroll
-    for (int c = 0; c < kScores; ++c) scores(c) = small_tanh(scores(c));
+    for (int c = 0; c < kScores; ++c) scores(c) *= factor;
     return;
   }
-  // The vote, which is always won, keeps the compiler from doing it all at once.
+  float most = 0.0f;
+#pragma unroll
+  for (int c = 0; c < kScores; ++c) most = fmaxf(most, fabsf(scores(c)));
+  if (__all_sync(0xffffffffu, cap.is_small(most))) {
+#pragma unroll
+    for (int c = 0; c < kScores; ++c) scores(c) = cap.small(scores(c));
+    return;
+  }
+  // The vote, which is always lost, keeps the compiler from doing it all at once.
 #pragma unroll
   for (int first = 0; first < kScores; first += kBatch) {
-    if (__any_sync(0xffffffffu, most > 1.0f)) {
+    if (!__all_sync(0xffffffffu, cap.is_small(most))) {
 #pragma unroll
-      for (int c = first; c < first + kBatch; ++c) scores(c) = any_tanh(scores(c));
+      for (int c = first; c < first + kBatch; ++c) scores(c) = cap(scores(c));
     }
   }
 }
