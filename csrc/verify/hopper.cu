@@ -50,8 +50,8 @@ int even_teams(int most, int64_t pairs) {
   return static_cast<int>(even) >= most - most / 20 ? static_cast<int>(even) : most;
 }
 
-// Of all teams of a grid of two CTAs per SM: each CTA has kMinTileKeys keys of kMostRingTiles tiles.
-size_t ring_bytes(int num_sms) { return size_t{2} * num_sms * kMostRingTiles * kMinTileKeys * sizeof(uint32_t); }
+// Of all teams of a grid of two CTAs per SM: each CTA has its keys of kMostRingTiles tiles.
+size_t ring_bytes(int num_sms) { return size_t{2} * num_sms * kMostRingTiles * kMostTileKeys * sizeof(uint32_t); }
 
 size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int num_sms, char* base, Workspace* w) {
   const int grid = ctas_per_sm(row_groups, portable::padded_head_dim(b.head_dim)) * num_sms;
@@ -187,6 +187,7 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   const size_t needed = lay_out(sizes, rule, row_groups, num_sms, static_cast<char*>(p.workspace), &w);
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
+  if (fp8 && fp8_tile_keys(w.tile_rows, p.cache.head_dim, rule.mode == SplitMode::kBalanced) == 128) w.tile_shift = 7;
   w.guides_in_rows = !fp8 && guides_fit(row_groups, portable::padded_head_dim(p.cache.head_dim), 1 << w.tile_shift) &&
                      rows <= 64 * (row_groups - 1) + kFirstGuideRow && rule.mode == SplitMode::kBalanced &&
                      (p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD);

@@ -272,7 +272,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
         stage = ring.stage;
         phase = ring.phase;
         if (warp_in_use) {
-          if (forms_logits) form_logits(scores, cap, to_logit, capped);
+          if (forms_logits) form_logits<kScores>(scores, cap, to_logit, capped);
           if (!whole || first_key < first_full_key || first_key + T::kTileKeys - 1 > last_full_key) {
             mask_scores(first_key, shared.valid[stage]);
           }

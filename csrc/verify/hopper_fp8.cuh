@@ -3,8 +3,7 @@
 // Keys are the rows of both products and packed rows their columns: scores are K Q^T, output V^T P^T. So keys and
 // values are operands that come from registers, where they are widened, and no 16-bit tile goes through shared memory,
 // which would be busier than memory. Values become fp16, which holds them exactly, and so do the weights that meet
-// them; keys become the query's type. Products with the guide rows take the same registers; the guide warps get the
-// results.
+// them; keys become the query's type. The guide rows are columns of the same product; the guide warps get the results.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -48,12 +47,13 @@ __device__ __forceinline__ uint32_t widen_half(uint32_t word) {
   }
 }
 
-// What a lane keeps of a tile's key mask: its two keys, 8 apart.
+// What a lane keeps of a tile's key mask: its two keys, 8 apart, of every 64.
+template <int kBlocks>
 struct LaneKeys {
-  uint32_t bits;
+  uint32_t bits[kBlocks];
   bool all;  // of the tile
 
-  __device__ __forceinline__ bool exists(int i) const { return bits >> 8 * i & 1; }
+  __device__ __forceinline__ bool exists(int block, int i) const { return bits[block] >> 8 * i & 1; }
 };
 
 // The row group: its fragments, and the phases of its work on a tile of keys.
@@ -98,18 +98,23 @@ class ColumnAttention {
   static constexpr int kBarrier = 1;
   static constexpr int kColumns = T::kRows / 4;  // packed rows of a lane, see row_of
   static constexpr int kBlocks = T::kHeadDim / 64;
-  static constexpr int kScores = T::kRows / 2;
-  // Element 4t + 2i + e: key 16 * warp + lane / 4 + 8i, packed row of column 2t + e.
-  using Scores =
-      decltype(cute::partition_fragment_C(typename T::QkMma{}, cute::Shape<cute::_64, cute::Int<T::kRows>>{}));
+  static constexpr int kKeyBlocks = T::kTileKeys / 64;
+  static constexpr int kScores = T::kRows / 2;          // of a block of keys
+  static constexpr int kBlockScores = T::kColumns / 2;  // with those of guide columns, which come last
+  // Element kBlockScores * b + 4t + 2i + e: key 64b + 16 * warp + lane / 4 + 8i, packed row of column 2t + e.
+  using Scores = decltype(cute::partition_fragment_C(typename T::QkMma{},
+                                                     cute::Shape<cute::Int<T::kTileKeys>, cute::Int<T::kColumns>>{}));
   // Element kScores * m + 4t + 2i + e: dimension 64m + 16 * warp + 2 * (lane / 4) + i.
   using Output = decltype(cute::partition_fragment_C(typename T::PvMma{},
                                                      cute::Shape<cute::Int<T::kHeadDim>, cute::Int<T::kRows>>{}));
   using Keys = decltype(cute::make_tensor<Mma>(
-      cute::partition_shape_A(typename T::QkMma{}, cute::Shape<cute::_64, cute::Int<T::kHeadDim>>{})));
+      cute::partition_shape_A(typename T::QkMma{}, cute::Shape<cute::Int<T::kTileKeys>, cute::Int<T::kHeadDim>>{})));
   using Values = decltype(cute::make_tensor<cute::half_t>(
-      cute::partition_shape_A(typename T::PvMma{}, cute::Shape<cute::Int<T::kHeadDim>, cute::_64>{})));
-  static_assert(decltype(cute::size(Scores{}))::value == kScores, "a lane's scores are two keys of its columns");
+      cute::partition_shape_A(typename T::PvMma{}, cute::Shape<cute::Int<T::kHeadDim>, cute::Int<T::kTileKeys>>{})));
+  static_assert(decltype(cute::size(Scores{}))::value == kKeyBlocks * kBlockScores,
+                "a lane's scores are two keys of its columns, of every block");
+  static_assert(decltype(cute::size<1>(typename T::QkMma::AtomShape_MNK{}))::value == T::kColumns,
+                "one instruction has all columns");
   static_assert(decltype(cute::size(Output{}))::value == kBlocks * kScores, "and its output two dimensions of a block");
 
   // The packed row of column c of this lane.
@@ -143,9 +148,9 @@ class ColumnAttention {
       const uint4 low = loaded[i];
       const uint4 high = loaded[i + 1];
       const int segment = first_segment + i;
-      *reinterpret_cast<uint4*>(rows_.query + swizzled_offset<T::kRows>(row, segment)) =
+      *reinterpret_cast<uint4*>(rows_.query + swizzled_offset<T::kColumns>(row, segment)) =
           make_uint4(low.x, low.z, high.x, high.z);
-      *reinterpret_cast<uint4*>(rows_.query + swizzled_offset<T::kRows>(row, segment + 1)) =
+      *reinterpret_cast<uint4*>(rows_.query + swizzled_offset<T::kColumns>(row, segment + 1)) =
           make_uint4(low.y, low.w, high.y, high.w);
     }
   }
@@ -158,9 +163,15 @@ class ColumnAttention {
     multiply_keys();
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(scores_);
+    hand_products();
     while (true) {
       // One tile: its weights, while the values of the tile before are accumulated, then the scores of the next.
-      if (forms_logits_) form_logits(scores_, Cap(to_logit_), to_logit_, capped_);
+      if (forms_logits_) {
+#pragma unroll
+        for (int b = 0; b < kKeyBlocks; ++b) {
+          form_logits<kScores>(scores_(cute::_, b, 0), Cap(to_logit_), to_logit_, capped_);
+        }
+      }
       if (!loaded_keys_.all || first_key < first_full_key || first_key + T::kTileKeys - 1 > last_full_key) {
         mask_scores(first_key);
       }
@@ -184,11 +195,13 @@ class ColumnAttention {
       if constexpr (!T::kOverlaps) {
         cute::warpgroup_wait<0>();
         cute::warpgroup_fence_operand(scores_);
+        hand_products();
       }
       accumulate_values();
       if constexpr (T::kOverlaps) {
         cute::warpgroup_wait<1>();
         cute::warpgroup_fence_operand(scores_);
+        hand_products();
       } else {
         cute::warpgroup_wait<0>();
         cute::warpgroup_fence_operand(output_);
@@ -204,46 +217,48 @@ class ColumnAttention {
     wait_barrier(shared_.keys_full[key_ring_.stage], key_ring_.phase);
     widen_keys(shared_.keys[key_ring_.stage]);
     const KeyMask<T::kTileKeys> valid = shared_.valid[key_ring_.stage];
-    const uint32_t own_half = warp_ < 2 ? valid.words[0] : valid.words[1];
-    loaded_keys_ = {own_half >> (16 * (warp_ % 2) + lane_ / 4), valid.all()};
+#pragma unroll
+    for (int b = 0; b < kKeyBlocks; ++b) {
+      const uint32_t own_half = warp_ < 2 ? valid.words[2 * b] : valid.words[2 * b + 1];
+      loaded_keys_.bits[b] = own_half >> (16 * (warp_ % 2) + lane_ / 4);
+    }
+    loaded_keys_.all = valid.all();
+    if (guided_) {
+      wait_barrier(shared_.guide_empty[guide_ring_.stage], guide_ring_.phase ^ 1);
+      if (thread_ == 0) shared_.guide_valid[guide_ring_.stage] = valid;
+    }
     arrive_barrier(shared_.keys_empty[key_ring_.stage]);
     key_ring_.advance();
-    if (guided_) multiply_guides(valid);
     const auto query = qk_.get_thread_slice(thread_).partition_fragment_B(
         cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<Mma*>(rows_.query)), typename T::QueryLayout{}));
     cute::warpgroup_fence_operand(keys_);
     multiply_tiles(qk_, keys_, query, scores_, cute::GMMA::ScaleOut::Zero);
   }
 
-  // The guide rows' products with the keys in registers, handed to the guide warps.
-  __device__ __forceinline__ void multiply_guides(const KeyMask<T::kTileKeys>& valid) {
-    const uint32_t* const key_words = reinterpret_cast<const uint32_t*>(keys_.data());
-    const Element* column = rows_.guides[lane_ / 4 % portable::kGuideColumns] + 4 * (lane_ % 4);
-    float x[2][4] = {};
+  // Hands the guide columns' products to the guide warps.
+  __device__ __forceinline__ void hand_products() {
+    if (!guided_) return;
 #pragma unroll
-    for (int k = 0; k < T::kHeadDim / 16; ++k) {
-      const uint2 b = *reinterpret_cast<const uint2*>(column + 16 * k);
-      const uint32_t a[4] = {key_words[4 * k], key_words[4 * k + 1], key_words[4 * k + 2], key_words[4 * k + 3]};
-      portable::mma<Element>(x[k % 2], a, b.x, b.y);
-    }
+    for (int b = 0; b < kKeyBlocks; ++b) {
+      float x[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[0][i] += x[1][i];
-    if (p_.dump == VEGAS_DUMP_TOKEN) {
-      // Its four terms are in two columns each of neighbours.
+      for (int i = 0; i < 4; ++i) x[i] = scores_(kBlockScores * b + kScores + i);
+      if (p_.dump == VEGAS_DUMP_TOKEN) {
+        // Its four terms are in two columns each of neighbours.
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        x[0][i] += x[0][i + 1];
-        x[0][i] += __shfl_xor_sync(0xffffffffu, x[0][i], 1);
-        x[0][i + 1] = x[0][i];
+        for (int i = 0; i < 4; i += 2) {
+          x[i] += x[i + 1];
+          x[i] += __shfl_xor_sync(0xffffffffu, x[i], 1);
+          x[i + 1] = x[i];
+        }
+      }
+      // Columns repeat: neighbours have both guide rows, too, of which each hands over a key's.
+      const int own = lane_ % 4;
+      if (own < 2) {
+        rows_.guide_products[guide_ring_.stage][64 * b + 16 * warp_ + lane_ / 4 + 8 * own] =
+            own == 0 ? make_float2(x[0], x[1]) : make_float2(x[2], x[3]);
       }
     }
-    wait_barrier(shared_.guide_empty[guide_ring_.stage], guide_ring_.phase ^ 1);
-    const int own = lane_ % 4;
-    if (own < 2) {
-      rows_.guide_products[guide_ring_.stage][16 * warp_ + lane_ / 4 + 8 * own] =
-          own == 0 ? make_float2(x[0][0], x[0][1]) : make_float2(x[0][2], x[0][3]);
-    }
-    if (thread_ == 0) shared_.guide_valid[guide_ring_.stage] = valid;
     arrive_barrier(shared_.guide_full[guide_ring_.stage]);
     guide_ring_.advance();
   }
@@ -267,14 +282,18 @@ class ColumnAttention {
     const int offset = swizzled_offset<T::kTileKeys, Tile::kBlockBytes>(16 * warp_ + lane_ % 16, lane_ / 16);
 #pragma unroll
     for (int segment = 0; segment < Tile::kSegments; segment += 2) {
-      uint32_t r[4];
-      portable::load_matrices(r, tile + (offset ^ segment * 16));
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int b = 0; b < kKeyBlocks; ++b) {
+        uint32_t r[4];
+        portable::load_matrices(r, tile + (offset ^ segment * 16) + b * (64 * Tile::kBlockBytes));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          words[4 * (segment + h) + i] = widen_half<Element, false>(r[2 * h + i]);
-          words[4 * (segment + h) + 2 + i] = widen_half<Element, true>(r[2 * h + i]);
+        for (int h = 0; h < 2; ++h) {
+          uint32_t* const pairs = words + 4 * (b + kKeyBlocks * (segment + h));
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            pairs[i] = widen_half<Element, false>(r[2 * h + i]);
+            pairs[2 + i] = widen_half<Element, true>(r[2 * h + i]);
+          }
         }
       }
     }
@@ -287,7 +306,7 @@ class ColumnAttention {
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < T::kTileKeys / 32; ++half) {
         uint32_t r[4];
         portable::load_matrices_transposed(r, tile + (offset ^ m * 64) + half * (32 * Tile::kBlockBytes));
 #pragma unroll
@@ -308,9 +327,13 @@ class ColumnAttention {
     for (int c = 0; c < kColumns; ++c) {
       const int2 seen = rows_.seen[row_of(c)];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (!loaded_keys_.exists(i) || key + 8 * i < seen.x || key + 8 * i > seen.y) {
-          scores_(4 * (c / 2) + 2 * i + c % 2) = -INFINITY;
+      for (int b = 0; b < kKeyBlocks; ++b) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int own = key + 64 * b + 8 * i;
+          if (!loaded_keys_.exists(b, i) || own < seen.x || own > seen.y) {
+            scores_(kBlockScores * b + 4 * (c / 2) + 2 * i + c % 2) = -INFINITY;
+          }
         }
       }
     }
@@ -322,29 +345,36 @@ class ColumnAttention {
     int highest = INT_MIN;  // where anything is positive, the bits of a float order as the float does
 #pragma unroll
     for (int pair = 0; pair < T::kRows / 16; ++pair) {
-      uint32_t packed[4];
+      uint32_t packed[kKeyBlocks][4];
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int t = 2 * pair + n;
         const float2 base = *reinterpret_cast<const float2*>(rows_.base + row_of(2 * t));
-        float weight[2][2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float x[2];
+        for (int b = 0; b < kKeyBlocks; ++b) {
+          float weight[2][2];
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            x[i] = fmaf(scores_(4 * t + 2 * i + e), to_log2_, e == 0 ? -base.x : -base.y);
-            weight[i][e] = exp2_approx(x[i]);
+          for (int e = 0; e < 2; ++e) {
+            float x[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              x[i] = fmaf(scores_(kBlockScores * b + 4 * t + 2 * i + e), to_log2_, e == 0 ? -base.x : -base.y);
+              weight[i][e] = exp2_approx(x[i]);
+            }
+            highest = __vimax3_s32(highest, __float_as_int(x[0]), __float_as_int(x[1]));
+            const float both = weight[0][e] + weight[1][e];
+            added_[2 * t + e] = b == 0 ? both : added_[2 * t + e] + both;
           }
-          highest = __vimax3_s32(highest, __float_as_int(x[0]), __float_as_int(x[1]));
-          added_[2 * t + e] = weight[0][e] + weight[1][e];
-        }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) packed[2 * n + i] = portable::pack<__half>(weight[i][0], weight[i][1]);
+          for (int i = 0; i < 2; ++i) packed[b][2 * n + i] = portable::pack<__half>(weight[i][0], weight[i][1]);
+        }
       }
-      cute::SM90_U16x8_STSM_T::copy(
-          packed[0], packed[1], packed[2], packed[3],
-          *reinterpret_cast<cute::uint128_t*>(rows_.weights[buffer_] + offset + pair * 16 * 128));
+#pragma unroll
+      for (int b = 0; b < kKeyBlocks; ++b) {
+        char* const to = rows_.weights[buffer_] + offset + pair * 16 * 128 + b * (T::kRows * 128);
+        cute::SM90_U16x8_STSM_T::copy(packed[b][0], packed[b][1], packed[b][2], packed[b][3],
+                                      *reinterpret_cast<cute::uint128_t*>(to));
+      }
     }
     return highest > __float_as_int(kWeightLimit);
   }
@@ -354,7 +384,12 @@ class ColumnAttention {
     float top[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      top[c] = fmaxf(scores_(4 * (c / 2) + c % 2), scores_(4 * (c / 2) + 2 + c % 2));
+      top[c] = -INFINITY;
+#pragma unroll
+      for (int b = 0; b < kKeyBlocks; ++b) {
+        const int at = kBlockScores * b + 4 * (c / 2) + c % 2;
+        top[c] = fmaxf(top[c], fmaxf(scores_(at), scores_(at + 2)));
+      }
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) top[c] = fmaxf(top[c], __shfl_xor_sync(0xffffffffu, top[c], step));
       if (lane_ < 4) rows_.exchange[warp_][row_of(c)] = top[c];
@@ -456,7 +491,7 @@ class ColumnAttention {
   float to_log2_;
   float sum_[kColumns];    // of this lane's keys
   float added_[kColumns];  // by the last tile
-  LaneKeys loaded_keys_;
+  LaneKeys<kKeyBlocks> loaded_keys_;
 };
 
 }  // namespace vegas_ops::hopper

@@ -1,3 +1,5 @@
+// The product of keys with rows has 40 or 72 columns.
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include "verify/hopper_instances.cuh"
 
 namespace vegas_ops::hopper {

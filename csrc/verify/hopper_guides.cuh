@@ -5,7 +5,8 @@
 
 namespace vegas_ops::hopper {
 
-// Of an fp8 cache: the guide columns, for the row group to multiply. Called by the guide warps, `thread` among them.
+// Of an fp8 cache: the guide columns, for the row group to multiply among its own, in the order of its queries. Called
+// by the guide warps, `thread` among them.
 template <class T>
 __device__ __forceinline__ void hand_guides(const VegasVerifyParams& p, const Segment& s, RowMemory<T>& rows,
                                             int thread) {
@@ -14,8 +15,15 @@ __device__ __forceinline__ void hand_guides(const VegasVerifyParams& p, const Se
   for (int task = thread; task < kColumns * (T::kHeadDim / 8); task += 32 * kGuideWarps) {
     uint4 made[1];
     portable::guide_column<typename T::Element>(p, s.request, s.kv_head, task % kColumns, task / kColumns, made);
-    *reinterpret_cast<uint4*>(rows.guides[task % kColumns] + task / kColumns * 8) = made[0];
+    const int segment = task / kColumns;
+    const int row = T::kRows + task % kColumns;
+    char* const to = rows.query + segment % 2 * 8;
+    *reinterpret_cast<uint2*>(to + swizzled_offset<T::kColumns>(row, segment / 2 * 2)) =
+        make_uint2(made[0].x, made[0].z);
+    *reinterpret_cast<uint2*>(to + swizzled_offset<T::kColumns>(row, segment / 2 * 2 + 1)) =
+        make_uint2(made[0].y, made[0].w);
   }
+  cutlass::arch::fence_view_async_shared();
   arrive_barrier(rows.guides_ready);
 }
 
@@ -203,12 +211,15 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
       uint32_t valid;
       if constexpr (T::kFp8) {
         wait_barrier(shared.guide_full[products_ring.stage], products_ring.phase);
-        const float2 received = shared.rows.guide_products[products_ring.stage][own_column];
+#pragma unroll
+        for (int i = 0; i < kOwnKeys; ++i) {
+          const float2 received = shared.rows.guide_products[products_ring.stage][own_column + 8 * i];
+          products[0][i] = received.x;
+          products[1][i] = received.y;
+        }
         valid = shared.guide_valid[products_ring.stage].words[own_column / 32] >> own_column % 32;
         arrive_barrier(shared.guide_empty[products_ring.stage]);
         products_ring.advance();
-        products[0][0] = received.x;
-        products[1][0] = received.y;
       } else if constexpr (kHanded) {
         wait_barrier(shared.guide_full[products_ring.stage], products_ring.phase);
 #pragma unroll

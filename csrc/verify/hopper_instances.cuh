@@ -73,13 +73,14 @@ cudaError_t launch_verify(const VegasVerifyParams& p, const Workspace& w, const 
 template <class Element>
 cudaError_t launch_verify_fp8(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
                               const LaunchShape& shape, cudaStream_t stream) {
-  const bool few = w.tile_rows <= 32;
+  const bool few = w.tile_rows <= kFewFp8Rows;
+  if (shape.tile_keys == 128) return launch_instance<Fp8Traits<Element, 64, 32, 128>>(p, w, boxes, shape, stream);
   if (p.cache.head_dim <= 64) {
-    return few ? launch_instance<Fp8Traits<Element, 64, 32>>(p, w, boxes, shape, stream)
-               : launch_instance<Fp8Traits<Element, 64, 64>>(p, w, boxes, shape, stream);
+    return few ? launch_instance<Fp8Traits<Element, 64, 32, 64>>(p, w, boxes, shape, stream)
+               : launch_instance<Fp8Traits<Element, 64, 64, 64>>(p, w, boxes, shape, stream);
   }
-  return few ? launch_instance<Fp8Traits<Element, 128, 32>>(p, w, boxes, shape, stream)
-             : launch_instance<Fp8Traits<Element, 128, 64>>(p, w, boxes, shape, stream);
+  return few ? launch_instance<Fp8Traits<Element, 128, 32, 64>>(p, w, boxes, shape, stream)
+             : launch_instance<Fp8Traits<Element, 128, 64, 64>>(p, w, boxes, shape, stream);
 }
 
 }  // namespace vegas_ops::hopper

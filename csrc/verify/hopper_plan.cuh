@@ -18,6 +18,7 @@ using portable::SplitRule;
 using portable::VerifyRequest;
 
 constexpr int kMinTileKeys = 64;
+constexpr int kMostTileKeys = 128;
 constexpr int kInvariantKeys = 2048;  // of a chunk where results must not depend on other requests
 constexpr int kPlanThreads = 128;
 constexpr int kMinShareKeys = 256;  // of a CTA where there is little work

@@ -104,8 +104,9 @@ struct Traits {
   static_assert(kStages >= 2, "the ring needs two stages");
 };
 
-// A kernel for fp8 caches: query type, padded head dimension, and packed rows of the one warpgroup that owns rows.
-template <class Element_, int kHeadDim_, int kRows_>
+// A kernel for fp8 caches: query type, padded head dimension, packed rows of the one warpgroup that owns rows, and keys
+// of a tile.
+template <class Element_, int kHeadDim_, int kRows_, int kTileKeys_>
 struct Fp8Traits {
   using Element = Element_;
   using Mma = MmaElement<Element>;
@@ -116,31 +117,32 @@ struct Fp8Traits {
   static constexpr int kCacheBytes = 1;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowGroups = 1;
-  static constexpr int kTileKeys = 64;
+  static constexpr int kTileKeys = kTileKeys_;
   static constexpr int kRows = kRows_;
   static constexpr int kThreads = 2 * kGroupThreads;
   static constexpr int kCtasPerSm = ctas_per_sm(1, kHeadDim);
   static constexpr int kProducerRegisters = kRows * kHeadDim == 64 * 128 ? 88 : 96;
   static constexpr int kConsumerRegisters = 256 - kProducerRegisters;
   // Whether registers allow the operands of both products at once.
-  static constexpr bool kOverlaps = kRows * kHeadDim <= 64 * 64;
+  static constexpr bool kOverlaps = kRows * kHeadDim * kTileKeys <= 64 * 64 * 64;
   static constexpr int kTileBytes = kTileKeys * kHeadDim;
   static constexpr int kGuideSlots = 4;  // tiles whose products with guide rows wait for the guide warps
   static constexpr int kSharedPerSm = 228 * 1024;
   static constexpr int kReservedPerCta = 1024;
-  static constexpr int kRowBytes = kRows * (kHeadDim * 2 + 2 * kTileKeys * 2);  // queries, and weights of two tiles
-  static constexpr int kMiscBytes = 5120 + kRows * 48 + 8 * kHeadDim;
+  static constexpr int kColumns = kRows + 8;  // of a product with keys: the guide columns come last
+  static constexpr int kRowBytes = kColumns * kHeadDim * 2 + kRows * 2 * kTileKeys * 2;  // and weights of two tiles
+  static constexpr int kMiscBytes = 3072 + kTileKeys * 32 + kRows * 48;
   static constexpr int kRingBytes = kSharedPerSm / kCtasPerSm - kReservedPerCta - kMiscBytes - kRowBytes;
   static constexpr int kStages = kRingBytes / (2 * kTileBytes) < 8 ? kRingBytes / (2 * kTileBytes) : 8;
 
   // Keys are the rows of both products, packed rows their columns.
   using QkMma = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<Mma, Mma, float, cute::Shape<cute::_64, cute::Int<kRows>, cute::Int<kHeadDim>>>()));
+      cute::GMMA::rs_op_selector<Mma, Mma, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kHeadDim>>>()));
   using PvMma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<cute::half_t, cute::half_t, float,
                                  cute::Shape<cute::_64, cute::Int<kRows>, cute::Int<kTileKeys>>>()));
   using QueryLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Mma>{},
-                                                   cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>>{}));
+                                                   cute::Shape<cute::Int<kColumns>, cute::Int<kHeadDim>>{}));
   using WeightLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<cute::half_t>{},
                                                     cute::Shape<cute::Int<kRows>, cute::Int<kTileKeys>>{}));
 };
@@ -236,10 +238,9 @@ class Cap {
   float fifth_;
 };
 
-// Turns a warp's scores into logits, or where these are capped into their share of the cap.
-template <class Scores>
-__device__ __forceinline__ void form_logits(Scores& scores, const Cap& cap, float factor, bool capped) {
-  constexpr int kScores = decltype(cute::size(scores))::value;
+// Turns a warp's first kScores scores into logits, or where these are capped into their share of the cap.
+template <int kScores, class Scores>
+__device__ __forceinline__ void form_logits(Scores&& scores, const Cap& cap, float factor, bool capped) {
   constexpr int kBatch = 8;  // of the longer way: more at once have no registers
   if (!capped) {
 #pragma unroll
@@ -305,11 +306,8 @@ struct OutputRow {
 
 template <class T>
 struct RowMemory<T, true> {
-  static constexpr int kGuidePadding = 16;  // elements: the columns of a product are then read from different banks
-
-  alignas(1024) char query[T::kRows * T::kHeadDim * 2];
+  alignas(1024) char query[T::kColumns * T::kHeadDim * 2];
   alignas(1024) char weights[2][T::kRows * T::kTileKeys * 2];
-  typename T::Element guides[portable::kGuideColumns][T::kHeadDim + kGuidePadding];
   float2 guide_products[T::kGuideSlots][T::kTileKeys];  // of both guide rows
   uint64_t guides_ready;
   float exchange[kGroupWarps][T::kRows];  // maxima or sums of a warp's keys
