@@ -190,7 +190,7 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   if (fp8 && fp8_tile_keys(w.tile_rows, p.cache.head_dim, rule.mode == SplitMode::kBalanced) == 128) w.tile_shift = 7;
   w.guides_in_rows = !fp8 && guides_fit(row_groups, portable::padded_head_dim(p.cache.head_dim), 1 << w.tile_shift) &&
                      rows <= 64 * (row_groups - 1) + kFirstGuideRow && rule.mode == SplitMode::kBalanced &&
-                     (p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD);
+                     (p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD);
   const bool guesses = p.batch <= kFewRequests && p.dump != VEGAS_DUMP_ROWS;
   LaunchShape shape = {row_groups, 1 << w.tile_shift, guesses, dim3(w.team, w.teams.divisor)};
   shape.merges =

@@ -83,6 +83,7 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
   pass_turn(group == 1);
 
   // The guide warps get the products of a tile with the guide rows.
+  const bool token = p.dump == VEGAS_DUMP_TOKEN;
   unsigned handed = 0;  // tiles
   const auto hand_products = [&](const KeyMask<T::kTileKeys>& valid) __attribute__((always_inline)) {
     if constexpr (T::kGuidesInRows) {
@@ -91,12 +92,19 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
       ++handed;
       // Queries in registers were read from where the products go.
       if (T::kQueryInRegisters) __syncwarp();
-      if (lane < 8) {
-        float* products = shared.rows.guide_products(slot, lane / 4) + 2 * (lane % 4);
+      float* products = shared.rows.guide_products(slot, lane / 4 % 2) + 2 * (lane % 4);
 #pragma unroll
-        for (int n = 0; n < kScores / 4; ++n) {
-          *reinterpret_cast<float2*>(products + 8 * n) = make_float2(scores(4 * n), scores(4 * n + 1));
+      for (int n = 0; n < kScores / 4; ++n) {
+        float2 both = make_float2(scores(4 * n), scores(4 * n + 1));
+        if (token) {
+          // Its four terms are rows of neighbours.
+#pragma unroll
+          for (int step = 4; step <= 8; step *= 2) {
+            both.x += __shfl_xor_sync(0xffffffffu, both.x, step);
+            both.y += __shfl_xor_sync(0xffffffffu, both.y, step);
+          }
         }
+        if (lane < 8) *reinterpret_cast<float2*>(products + 8 * n) = both;
       }
       if (lane == 0) shared.guide_valid[slot] = valid;
       arrive_barrier(shared.guide_full[slot]);
@@ -126,11 +134,19 @@ __device__ __forceinline__ void attend_rows(const VegasVerifyParams& p, const Wo
     const bool hands = has_guides && guided;
     if (has_guides) {
       if constexpr (T::kGuidesInRows) {
-        const int guide = lane / T::kSegments;
-        const int segment = lane % T::kSegments;
-        if (hands && guide < 2) {
+        const int segments = hands ? (token ? portable::kGuideColumns : 2) * T::kSegments : 0;
+#pragma unroll 1
+        for (int task = lane; task < segments; task += 32) {
+          const int guide = task / T::kSegments;
+          const int segment = task % T::kSegments;
+          uint4 made[1];
+          if (token) {
+            portable::guide_column<Element>(p, s.request, s.kv_head, guide, segment, made);
+          } else {
+            made[0] = guide_segment<Element>(p, s.request, s.kv_head, min(guide, s.request.num_guides - 1), segment);
+          }
           *reinterpret_cast<uint4*>(shared.rows.query[group] + swizzled_offset<64>(kFirstGuideRow + guide, segment)) =
-              guide_segment<Element>(p, s.request, s.kv_head, min(guide, s.request.num_guides - 1), segment);
+              made[0];
         }
       }
     } else {
