@@ -170,7 +170,9 @@ def read(paths: Iterable[Path]) -> list[Record]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="vegas-ops bench acceptance_report", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("forced", type=Path, nargs="+")
     parser.add_argument("--free", type=Path, help="of a sampled free run")
     parser.add_argument("--other", type=Path, help="the same forced run elsewhere, to compare with")

@@ -27,7 +27,6 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch
-import vllm
 from loop_workload import PAPER_GAMMA, PAPER_TOKENS, SHAPES, cut_prompts
 from report import ROOT, ResultFile, device_name, environment, slug
 from rich.console import Console
@@ -132,6 +131,8 @@ def counts(llm: Any) -> list[int]:
 def generate(
     llm: Any, prompts: list[list[int]], tokens: int, temperature: float = 0.0, logprobs: int | None = None
 ) -> list[Output]:
+    import vllm
+
     inputs = [vllm.inputs.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
     sampling = vllm.SamplingParams(
         temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
@@ -210,6 +211,10 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = arguments_of(argv)
+    try:
+        import vllm
+    except ImportError as error:
+        raise ImportError(f"vLLM must be installed in this environment: {error}") from error
     console = Console(highlight=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     room = max(arguments.contexts) + arguments.new_tokens + 64

@@ -209,13 +209,31 @@ def test_bench_runs_what_the_repository_has(
     assert status == 2 and "`name` must be one of acceptance, selection, verify" in err
 
 
+def test_every_benchmark_explains_itself_without_what_it_compares_with() -> None:
+    program = """
+import sys
+from vegas_ops import cli
+sys.modules.update(dict.fromkeys(("vllm", "flashinfer", "transformers")))  # as if not installed
+for name in cli._benchmark_names():
+    try:
+        cli.main(["bench", name, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+assert cli.main(["bench", "vllm"]) == 2
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("usage: ") == len(cli._benchmark_names())
+    assert "vLLM must be installed in this environment" in run.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--policy", "best"), "`policy` must be one of vegas,"),
         (("--device", "abacus"), "`device` must be cpu, cuda or cuda:N"),
         (("--device", "cuda:99"), "`device` must be present, got 'cuda:99'"),
-        (("--gamma", "-1"), "`gamma` must be >= 0, got -1"),
+        (("--gamma", "-1"), "`gamma` must be at least 0, got -1"),
         (("--ratio", "1.5"), "`ratio` must be in [0, 1], got 1.5"),
         (("--temperature", "-1"), "`temperature` must be"),
         (("--top-k", "5", "--seed", "1"), "`temperature` must be above 0 for --top-k, --seed"),

@@ -148,9 +148,8 @@ def check_installed() -> str:
     return current_platform.device_type
 
 
-def check(vllm_config: Any) -> None:
-    """All of the above, for a complete configuration that names vegas_ops."""
-    device_type = check_installed()
+def check(vllm_config: Any, device_type: str) -> None:
+    """Refuses what a complete configuration that names vegas_ops may not ask for on such a device."""
     check_config(vllm_config)
     check_runner(vllm_config, device_type)
     check_dtype(vllm_config, device_type)
@@ -189,11 +188,11 @@ def register() -> None:
     def checked(self: Any, *arguments: Any) -> None:
         ours = options_of(self) is not None
         if ours:
-            check_installed()
+            device_type = check_installed()  # before vLLM's own checks, whose words are others'
             schedule_ahead(self)
         made(self, *arguments)
         if ours:
-            check(self)
+            check(self, device_type)
 
     def new(cls: type, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
         if cls is DraftModelProposer and options_of(vllm_config) is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vegas_ops.integrations.vllm import check
+from vegas_ops.integrations.vllm import check, check_installed
 from vegas_ops.integrations.vllm_attention import DraftMetadata, attach, register_backends
 
 
@@ -35,7 +35,7 @@ class CustomClassProposer:
     """Drafts greedily with the target, one row per request that has emitted a token."""
 
     def __init__(self, vllm_config: Any) -> None:
-        check(vllm_config)
+        check(vllm_config, check_installed())
         register_backends()
         self.vllm_config = vllm_config
         self.gamma = vllm_config.speculative_config.num_speculative_tokens
