@@ -355,9 +355,9 @@ def test_case_084_seeded_and_unseeded_requests_mix(model):
     first, second = decode(model, *batch()), decode(model, *batch())
     assert first[1] == second[1]
     greedy = plain(model, prompt_of(8), 25)
-    # At this temperature the target is all but greedy, so a sane row is greedy text.
-    agreeing = [sum(a == b for a, b in zip(o, greedy, strict=True)) for o in (*first, *second)]
-    assert all(len(o) == 25 for o in first) and max(agreeing) > 10
+    # At this temperature the target is all but greedy, so a sane row begins as greedy text does (further on
+    # two tokens may be nearly tied).
+    assert all(len(o) == 25 and o[:4] == greedy[:4] for o in (*first, *second))
     free = [Request(prompt_of(8), spread, max_new_tokens=25) for _ in range(3)]
     assert len({tuple(o) for o in decode(TinyModel(), *free)}) == 3
 
@@ -441,7 +441,7 @@ def test_case_091_drafts_are_clipped_at_the_end_of_the_context(left):
     model.forward = watched  # type: ignore[method-assign]
     request = Request(prompt, gamma=6, max_new_tokens=100, **SMALL)
     assert decode(model, request) == [expected] and len(expected) == left
-    assert request.finish_reason == "length" and max(seen) <= 63
+    assert request.finish_reason == "context" and max(seen) <= 63
     with pytest.raises(ValueError, match="`prompt` must be shorter"):
         decode(model, Request(prompt_of(64), gamma=6))
 
