@@ -12,13 +12,14 @@ PACKAGE, SOURCES = ROOT / "vegas_ops", ROOT / "csrc"
 # What a part of the package imports of the others.
 PYTHON = {
     "command line": {"command line", "speculative", "models", "ops", "devices"},
-    "integrations/transformers": {"speculative"},
+    "integrations/transformers": {"speculative", "arguments"},
     "integrations/vllm": {"ops"},
-    "speculative": {"ops", "jit", "devices"},
-    "models": {"jit", "devices"},
+    "speculative": {"ops", "jit", "devices", "arguments"},
+    "models": {"jit", "devices", "arguments"},
     "jit": set(),
-    "devices": set(),
-    "ops": set(),
+    "ops": {"devices", "arguments"},
+    "devices": {"arguments"},
+    "arguments": set(),
     "reference": set(),
 }
 COMMAND_LINE = {"__main__", "cli", "demo", "plots", "session", "tune"}

@@ -79,6 +79,14 @@ def binding() -> str:
     return text + "\nREGISTER_EXTENSION(TORCH_EXTENSION_NAME)\n"
 
 
+# What the wrappers use of the package.
+MODULES = ("arguments", "devices")
+
+
+def relative(text: str) -> str:
+    return re.sub(rf"^from vegas_ops\.({'|'.join(MODULES)}) import", r"from .\1 import", text, flags=re.M)
+
+
 def wrappers() -> str:
     text = (ROOT / "vegas_ops" / "ops.py").read_text()
     start, end = text.index("def _load_library("), text.index("class AttentionWithDump(")
@@ -90,10 +98,10 @@ def wrappers() -> str:
         "from torch import Tensor\n\nfrom ._ops import add_op_namespace_prefix, ops\n",
         1,
     )
-    calls = len(re.findall(r"torch\.ops\.vegas_ops\.\w+\(", text))
-    text = re.sub(r"torch\.ops\.vegas_ops\.(\w+)\(", r"ops.\1(", text)
+    text, calls = re.subn(r"torch\.ops\.vegas_ops\.(\w+)([(,])", r"ops.\1\2", text)
     if calls != 6:
         raise SystemExit(f"hub_project: ops.py must call its ops in 6 places, got {calls}")
+    text = relative(text)
     text = replace(text, "getattr(torch.ops.vegas_ops, name)", "getattr(ops, name)", 1)
     text = replace(text, 'f"vegas_ops::{name}"', "add_op_namespace_prefix(name)", 1)
     text = replace(text, '"vegas_ops::new_workspace"', 'add_op_namespace_prefix("new_workspace")', 1)
@@ -121,6 +129,8 @@ def main(folder: Path) -> None:
     (folder / "flake.nix").write_text(FLAKE)
     (folder / "torch-ext" / "torch_binding.cpp").write_text(binding())
     (package / "ops.py").write_text(wrappers())
+    for name in MODULES:
+        (package / f"{name}.py").write_text(relative((ROOT / "vegas_ops" / f"{name}.py").read_text()))
     (package / "__init__.py").write_text(
         '"""The three ops of verification-guided self-speculative decoding."""\n\n'
         "from .ops import *\nfrom .ops import __all__\n"

@@ -25,6 +25,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from vegas_ops.arguments import call, check_integer, check_number, check_tensors, lookup
+from vegas_ops.devices import present
+
 __all__ = [
     "AttentionWithDump",
     "aggregate_logits",
@@ -76,23 +79,18 @@ class AttentionWithDump(NamedTuple):
     guide_lse: Tensor | None
 
 
-def _lookup(table: dict[str, int], value: str, name: str) -> int:
-    if value not in table:
-        raise ValueError(f"`{name}` must be one of {', '.join(table)}, got {value!r}")
-    return table[value]
-
-
 def _scale(softmax_scale: float | None, head_dim: int) -> float:
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(softmax_scale, (Tensor, str)):
-        raise TypeError(f"`softmax_scale` must be a float or None, got {type(softmax_scale).__name__}")
+    check_number("softmax_scale", softmax_scale)
     return float(softmax_scale)
 
 
 def _pair(name: str, value: tuple[int, int]) -> tuple[int, int]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"`{name}` must be two integers, got {value!r}")
+    for part in value:
+        check_integer(name, part)
     return value[0], value[1]
 
 
@@ -108,22 +106,17 @@ def _check_vector(name: str, value: Tensor) -> None:
         raise ValueError(f"`{name}` must have shape (batch,), got {tuple(value.shape)}")
 
 
-def _check_bound(name: str, value: int) -> None:
-    if value is None or isinstance(value, Tensor):
-        raise TypeError(f"`{name}` must be an integer of the host, got {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"`{name}` must not be negative, got {value}")
-
-
-def _check_tensors(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"`{name}` must be a tensor, got {type(value).__name__}")
+def _check_dims(q: Tensor, k_cache: Tensor) -> None:
+    if q.dim() != 3 or k_cache.dim() != 4:
+        raise ValueError(
+            "`q` must have 3 dimensions and `k_cache` 4, "
+            f"got shapes {tuple(q.shape)} and {tuple(k_cache.shape)}"
+        )
 
 
 def _layers_of(logits: Tensor, dump: Dump) -> tuple[int, ...]:
     """The layers dimension of a dump, if it has one."""
-    dims = _lookup(_DUMP_NDIM, dump, "dump")
+    dims = lookup(_DUMP_NDIM, dump, "dump")
     lead = logits.dim() - dims
     if lead not in (0, 1):
         raise ValueError(
@@ -159,8 +152,9 @@ def make_workspace(
     Returns:
         uint8 tensor on ``device``; empty where the device's kernels need none (the CPU).
     """
-    return torch.ops.vegas_ops.new_workspace(
-        torch.empty(0, device=device), _lookup(_OPS, op, "op"), max_batch, max_q_len, max_seqlen_k,
+    return call(
+        torch.ops.vegas_ops.new_workspace,
+        torch.empty(0, device=present(device)), lookup(_OPS, op, "op"), max_batch, max_q_len, max_seqlen_k,
         max_k, layers, num_heads_q, num_heads_kv, head_dim,
     )  # fmt: skip
 
@@ -186,8 +180,12 @@ def build_scheduler_metadata(
     Returns:
         ``out``, or an empty int32 tensor on ``seqused_k``'s device.
     """
-    _lookup(_OPS, op, "op")
-    return seqused_k.new_empty(0) if out is None else out
+    lookup(_OPS, op, "op")
+    check_tensors(cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k)
+    if out is not None:
+        check_tensors(out=out)
+        return out
+    return seqused_k.new_empty(0)
 
 
 def flash_attn_with_logit_dump(
@@ -279,21 +277,17 @@ def flash_attn_with_logit_dump(
 
     Source: Vegas (arXiv 2602.07223), section on verification-guided selection, Eq. 2 ("token").
     """
-    _check_tensors(
+    check_tensors(
         q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seqused_k=seqused_k,
         cu_seqlens_q=cu_seqlens_q,
     )  # fmt: skip
-    dump_code = _lookup(_DUMPS, dump, "dump")
-    if q.dim() != 3 or k_cache.dim() != 4:
-        raise ValueError(
-            "`q` must have 3 dimensions and `k_cache` 4, "
-            f"got shapes {tuple(q.shape)} and {tuple(k_cache.shape)}"
-        )
+    dump_code = lookup(_DUMPS, dump, "dump")
+    _check_dims(q, k_cache)
     if dump == "token_weight" and guide_lse_hint is None:
         raise ValueError('`guide_lse_hint` must be given for dump="token_weight", got None')
     _check_vector("seqused_k", seqused_k)
-    _check_bound("max_seqlen_q", max_seqlen_q)
-    _check_bound("max_seqlen_k", max_seqlen_k)
+    check_integer("max_seqlen_q", max_seqlen_q, 0)
+    check_integer("max_seqlen_k", max_seqlen_k, 0)
     left, right = _window(window_size)
     total_q, num_heads_q, head_dim = q.shape
     num_heads_kv = k_cache.shape[2]
@@ -325,7 +319,8 @@ def flash_attn_with_logit_dump(
             "flash_attn_with_logit_dump", q, batch, max_seqlen_q, max_seqlen_k, 0, 1, num_heads_q,
             num_heads_kv, head_dim,
         )  # fmt: skip
-    torch.ops.vegas_ops.flash_attn_with_logit_dump(
+    call(
+        torch.ops.vegas_ops.flash_attn_with_logit_dump,
         q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, max_seqlen_q, max_seqlen_k,
         _scale(softmax_scale, head_dim), causal, left, right, softcap, sinks, k_descale, v_descale,
         dump_code, guide_lse_hint, dump_rows, dump_len, batch_invariant, num_splits, out, lse, logits,
@@ -405,15 +400,15 @@ def topk_aggregate_logits(
 
     Source: Vegas (arXiv 2602.07223), Eq. 2 and top-k selection; weights as in the authors' release.
     """
-    _check_tensors(logits=logits, seqlens=seqlens)
+    check_tensors(logits=logits, seqlens=seqlens)
     _check_vector("seqlens", seqlens)
     layers = _layers_of(logits, dump)
-    dump_code, mode_code = _DUMPS[dump], _lookup(_MODES, mode, "mode")
+    dump_code, mode_code = _DUMPS[dump], lookup(_MODES, mode, "mode")
     before, after = _pair("pool", pool)
     k_value, k_per_request = (0, k) if isinstance(k, Tensor) else (k, None)
     if block_table is not None and page_size is None:
         raise ValueError("`page_size` must be given with `block_table`, got None")
-    _check_bound("max_k", max_k)
+    check_integer("max_k", max_k, 0)
     shape = (*layers, seqlens.shape[0])
     if per_kv_head:
         if dump != "kv_head":
@@ -429,7 +424,8 @@ def topk_aggregate_logits(
             "topk_aggregate_logits", logits, seqlens.shape[0], 1, logits.shape[-1], max_k,
             layers[0] if layers else 1, heads, heads, 1,
         )  # fmt: skip
-    torch.ops.vegas_ops.topk_aggregate_logits(
+    call(
+        torch.ops.vegas_ops.topk_aggregate_logits,
         logits, dump_code, seqlens, k_value, k_per_request, mode_code, lse, guide_lse, cu_seqlens_q,
         dump_rows, sinks, before, after, num_sink, num_recent, count_forced, per_kv_head,
         block_table, page_size or 0, max_k, indices, topk_length, workspace,
@@ -460,17 +456,18 @@ def aggregate_logits(
         summed. Unselectable candidates (-inf in any counted plane or head) hold -inf, NaN stays NaN;
         positions at or beyond ``seqlens`` are not written.
     """
-    _check_tensors(logits=logits, seqlens=seqlens)
+    check_tensors(logits=logits, seqlens=seqlens)
     _check_vector("seqlens", seqlens)
     layers = _layers_of(logits, dump)
-    mode_code = _lookup(_MODES, mode, "mode")
+    mode_code = lookup(_MODES, mode, "mode")
     heads = {"kv_head": -2, "rows": -3, "all": -2}.get(dump)
     if out is None:
         shape = (*layers, seqlens.shape[0], logits.shape[-1])
         out = logits.new_empty(shape, dtype=torch.float32)
-    torch.ops.vegas_ops.aggregate_logits(
-        logits, _DUMPS[dump], seqlens, mode_code, lse, guide_lse, cu_seqlens_q, dump_rows, sinks, out
-    )
+    call(
+        torch.ops.vegas_ops.aggregate_logits,
+        logits, _DUMPS[dump], seqlens, mode_code, lse, guide_lse, cu_seqlens_q, dump_rows, sinks, out,
+    )  # fmt: skip
     return out, 1 if heads is None else logits.shape[heads]
 
 
@@ -535,19 +532,19 @@ def sparse_paged_decode(
 
     Source: Vegas (arXiv 2602.07223), sparse drafting.
     """
-    _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, indices=indices, topk_length=topk_length)
-    if q.dim() != 3 or k_cache.dim() != 4:
-        raise ValueError(
-            "`q` must have 3 dimensions and `k_cache` 4, "
-            f"got shapes {tuple(q.shape)} and {tuple(k_cache.shape)}"
-        )
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, indices=indices, topk_length=topk_length)
+    _check_dims(q, k_cache)
     if indices.dim() not in (2, 3):
         raise ValueError(
             f"`indices` must have shape (batch, max_k) or (batch, num_heads_kv, max_k), "
             f"got {tuple(indices.shape)}"
         )
     if block_table is not None:
-        _check_tensors(block_table=block_table)
+        check_tensors(block_table=block_table)
+        if block_table.dim() != 2:
+            raise ValueError(
+                f"`block_table` must have shape (batch, max_pages), got {tuple(block_table.shape)}"
+            )
     left, right = _window(window_size)
     batch, num_heads_q, head_dim = q.shape
     if out is None:
@@ -560,7 +557,8 @@ def sparse_paged_decode(
             "sparse_paged_decode", q, batch, 1, table_tokens, indices.shape[-1], 1, num_heads_q,
             k_cache.shape[2], head_dim,
         )  # fmt: skip
-    torch.ops.vegas_ops.sparse_paged_decode(
+    call(
+        torch.ops.vegas_ops.sparse_paged_decode,
         q, k_cache, v_cache, indices, topk_length, tail_start, seqused_k, block_table,
         indices_are_slots, _scale(softmax_scale, head_dim), softcap, sinks, left, right, k_descale,
         v_descale, batch_invariant, num_splits, out, lse, workspace,

@@ -43,6 +43,7 @@ from transformers.generation import (
 )
 from transformers.generation import utils as generation_utils
 
+from vegas_ops.arguments import check_callable, check_integer, check_kind
 from vegas_ops.speculative import (
     POLICIES,
     PagedKVCache,
@@ -157,6 +158,10 @@ def generate(
         if kwargs.get(name) not in (None, False):
             raise ValueError(f"`{name}` must not be given, got {type(kwargs[name]).__name__}")
     kwargs.pop("custom_generate", None)
+    _check_types(
+        inputs=inputs, generation_config=generation_config, logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria, streamer=streamer, graphs=graphs, **kwargs,
+    )  # fmt: skip
     asked = model.generation_config if generation_config is None else generation_config
     _check_cache(kwargs.get("cache_implementation", asked.cache_implementation))  # before it is made
     generation_config, stopping_criteria = _with_stop_strings(
@@ -283,10 +288,10 @@ def _decode(
             prompt,
             sampling=sampling[i],
             max_new_tokens=max_new_tokens,
-            gamma=_integer("gamma", gamma),
+            gamma=gamma,
             policy=_policy(policy),
             ratio=ratio,
-            min_tokens=_integer("min_tokens", min_tokens),
+            min_tokens=min_tokens,
             logits_processor=None if batched else _row_processor(logits_processor, input_ids, i, len(prompt)),
             share_prefix_with=batch.rows[-1] if i and prompt == prompts[i - 1] else None,
             batch=batch,
@@ -367,8 +372,7 @@ def _with_stop_strings(model: Any, config: Any, criteria: Any, kwargs: dict[str,
 
 def _prompts(input_ids: Any, model_kwargs: dict[str, Any]) -> list[list[int]]:
     """Token ids of every row without its padding."""
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
-        raise ValueError("`input_ids` must be a (batch, length) tensor of token ids")
+    _check_ids("input_ids", input_ids)
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape:
@@ -387,6 +391,39 @@ def _prompts(input_ids: Any, model_kwargs: dict[str, Any]) -> list[list[int]]:
         if bool((positions.to(count.device).expand_as(count) != count)[mask].any()):
             raise ValueError("`position_ids` must count the tokens of each row from 0, or be left out")
     return [row[keep].tolist() for row, keep in zip(input_ids, mask, strict=True)]
+
+
+def _check_types(**arguments: Any) -> None:
+    """Before transformers looks at them, which fails on other types somewhere inside."""
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if name in ("inputs", "input_ids"):
+            _check_ids(name, value)
+        elif name in ("attention_mask", "position_ids"):
+            check_kind(name, value, Tensor, "a tensor")
+        elif name == "generation_config":
+            check_kind(name, value, GenerationConfig, "a GenerationConfig")
+        elif name in ("logits_processor", "stopping_criteria"):
+            check_kind(name, value, (list, tuple), "a list")
+            for part in value:
+                check_callable(name, part)
+        elif name in ("max_new_tokens", "max_length"):
+            check_integer(name, value, 0)
+        elif name == "graphs":
+            check_kind(name, value, bool, "True, False or None")
+        elif name == "streamer" and not (hasattr(value, "put") and hasattr(value, "end")):
+            raise TypeError(f"`streamer` must have `put` and `end`, got {type(value).__name__}")
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+        return
+    got = f"shape {tuple(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
+    raise (ValueError if isinstance(ids, Tensor) else TypeError)(
+        f"`{name}` must be a (batch, length) tensor of token ids, such as "
+        f'tokenizer(text, return_tensors="pt") holds, got {got}'
+    )
 
 
 def _check_call(config: Any, processors: Any, model_kwargs: dict[str, Any]) -> None:
@@ -434,15 +471,8 @@ def _check_length(config: Any, prompt: int, max_new_tokens: int) -> None:
         )
 
 
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}")
-    return value
-
-
 def _policy(policy: str | Policy) -> Policy:
     if isinstance(policy, Policy):
         return policy
-    if policy not in POLICIES:
-        raise ValueError(f"`policy` must be a Policy or one of {', '.join(POLICIES)}, got {policy!r}")
+    check_kind("policy", policy, str, "a Policy or the name of one")
     return POLICIES[policy]

@@ -21,6 +21,7 @@ except ImportError as error:
         f"vegas_ops.integrations.transformers: `pip install 'vegas_ops[transformers]'`: {error}"
     ) from error
 
+from vegas_ops.arguments import check_callable, check_integer
 from vegas_ops.speculative import Attend, LayerAttention
 
 # Minor releases change the internals of `generate`: the range is what the tests have run with.
@@ -75,6 +76,9 @@ class TransformersModel:
         processor: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         check_class(model)
+        if max_position is not None:
+            check_integer("max_position", max_position, 1)
+        check_callable("processor", processor)
         _check_model(model)
         self.model = model
         self.device = model.device

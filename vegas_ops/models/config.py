@@ -6,10 +6,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from vegas_ops.arguments import check_dtype, check_kind
 
 _DTYPES = {
     "float32": torch.float32,
@@ -25,6 +28,12 @@ class ModelFolderError(ValueError):
     """A model folder that cannot be loaded; the message names the file and the field."""
 
 
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+        raise ModelFolderError(f"`{name}` must be a finite number, got {value!r:.80}")
+    return float(value)
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """`rope_scaling` of a config: plain (`default`), `linear` or `yarn` (arXiv 2309.00071)."""
@@ -36,6 +45,16 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("default", "linear", "yarn"):
+            raise ModelFolderError(
+                f"`rope_type` must be 'default', 'linear' or 'yarn', got {self.kind!r:.80}"
+            )
+        for name in ("factor", "original_max_position", "beta_fast", "beta_slow"):
+            _number(name, getattr(self, name))
+        if self.attention_factor is not None:
+            _number("attention_factor", self.attention_factor)
 
 
 @dataclass(frozen=True)
@@ -71,6 +90,11 @@ class Qwen3Config:
             )
         if self.head_dim % 2:
             raise ModelFolderError(f"`head_dim` must be even, got {self.head_dim}")
+        _number("rms_norm_eps", self.rms_norm_eps)
+        _number("rope_theta", self.rope_theta)
+        check_kind("rope_scaling", self.rope_scaling, RopeScaling, "a RopeScaling")
+        check_dtype("dtype", self.dtype)
+        check_kind("eos_token_ids", self.eos_token_ids, tuple, "a tuple of token ids")
         if not self.rms_norm_eps > 0:
             raise ModelFolderError(f"`rms_norm_eps` must be positive, got {self.rms_norm_eps}")
         if not self.rope_theta > 1:
@@ -82,6 +106,7 @@ class Qwen3Config:
 
         Raises ModelFolderError, naming the field, for anything this runner would compute wrongly.
         """
+        check_kind("values", values, Mapping, "what config.json holds")
         if values.get("model_type") != "qwen3":
             raise ModelFolderError(
                 f"`model_type` must be 'qwen3', got {values.get('model_type')!r:.80}; "
@@ -139,6 +164,7 @@ class Qwen3Config:
     @classmethod
     def from_folder(cls, folder: str | Path) -> Qwen3Config:
         """Reads `config.json`, and the end-of-text ids of `generation_config.json` if there is one."""
+        check_kind("folder", folder, (str, PathLike), "a folder")
         folder = Path(folder)
         values = read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
@@ -188,12 +214,6 @@ def _check_count(name: str, value: Any, limit: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
         raise ModelFolderError(f"`{name}` must be an integer in [1, {limit}], got {value!r:.80}")
     return value
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
-        raise ModelFolderError(f"`{name}` must be a finite number, got {value!r:.80}")
-    return float(value)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

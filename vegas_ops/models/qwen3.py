@@ -6,13 +6,14 @@ attends to what is the business of `attend`, one call per layer (see `Attend`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from vegas_ops.arguments import check_dtype, check_integer, check_kind
 from vegas_ops.devices import present
 from vegas_ops.models import fused
 from vegas_ops.models.config import ModelFolderError, Qwen3Config
@@ -67,8 +68,13 @@ class Qwen3Model:
         `batch_invariant=True` pays for row-count independence where it is not free (a GPU, fp16):
         linear layers then always compute 64 rows.
         """
+        check_kind("config", config, Qwen3Config, "a Qwen3Config")
+        check_kind("tensors", tensors, Mapping, "a dict of tensors")
+        missing = [name for name, _ in parameter_shapes(config) if name not in tensors]
+        if missing:
+            raise ValueError(f"`tensors` must hold {missing[0]}, one of {len(missing)} that it lacks")
         self.config = config
-        self.device = torch.device(device)
+        self.device = present(device)
         self.num_layers = config.num_layers
         self.num_heads_q = config.num_heads_q
         self.num_heads_kv = config.num_heads_kv
@@ -124,6 +130,9 @@ class Qwen3Model:
         batch_invariant: bool = False,
     ) -> Qwen3Model:
         """A model with random weights that keep activations near unit variance, for tests."""
+        check_kind("config", config, Qwen3Config, "a Qwen3Config")
+        check_integer("seed", seed)
+        check_dtype("dtype", dtype)
         generator = torch.Generator().manual_seed(seed)
         tensors = {}
         for name, shape in parameter_shapes(config):

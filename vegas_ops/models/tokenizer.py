@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
+from os import PathLike
 from pathlib import Path
 
+from vegas_ops.arguments import check_kind
 from vegas_ops.models.config import ModelFolderError, check_file
 
 _MAX_TOKENIZER_BYTES = 256 << 20
@@ -19,6 +22,7 @@ class Tokenizer:
             import tokenizers
         except ImportError:
             raise ModelFolderError("reading text needs `pip install tokenizers`") from None
+        check_kind("folder", folder, (str, PathLike), "a folder")
         path = Path(folder) / "tokenizer.json"
         check_file(path, _MAX_TOKENIZER_BYTES)
         try:
@@ -34,10 +38,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens added."""
+        check_kind("text", text, str, "one text")
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode(_ids("token_ids", token_ids), skip_special_tokens=True))
 
     def stream(self) -> Callable[[Sequence[int]], str]:
         """A function that takes new ids and returns the text they complete.
@@ -50,7 +55,7 @@ class Tokenizer:
 
         def push(new_ids: Sequence[int]) -> str:
             nonlocal start, shown
-            ids.extend(new_ids)
+            ids.extend(_ids("new_ids", new_ids))
             text = self.decode(ids[start:])
             if text.endswith(_REPLACEMENT):
                 return ""
@@ -63,3 +68,13 @@ class Tokenizer:
             return piece
 
         return push
+
+
+def _ids(name: str, token_ids: Sequence[int]) -> list[int]:
+    try:
+        ids = [index(t) for t in token_ids]
+    except TypeError:
+        raise TypeError(f"`{name}` must hold token ids, got {token_ids!r:.60}") from None
+    if any(not 0 <= t < 2**32 for t in ids):
+        raise ValueError(f"`{name}` must hold token ids, got {token_ids!r:.60}")
+    return ids

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from os import PathLike
 from pathlib import Path
 
 import torch
 
+from vegas_ops.arguments import check_kind
 from vegas_ops.models.config import ModelFolderError, check_file, read_json
 
 
@@ -19,6 +21,7 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        check_kind("folder", folder, (str, PathLike), "a folder")
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise ModelFolderError(f"`folder` must be a directory, got {str(folder)!r}")

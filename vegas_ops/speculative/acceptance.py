@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vegas_ops.arguments import check_kind
 from vegas_ops.speculative.sampling import draw
 
 
@@ -28,6 +29,7 @@ def accept_greedy(drafts: Tensor, num_drafts: Tensor, target_logits: Tensor) -> 
     target_logits: (batch, max_drafts + 1, vocab_size): row i follows the i-th draft (row 0 the last
     committed token), so it judges draft i and row num_drafts gives the bonus token.
     """
+    _check_dims(drafts=(drafts, 2), num_drafts=(num_drafts, 1), target_logits=(target_logits, 3))
     top, token = target_logits.max(-1)
     valid = top.abs() < torch.inf
     # NaN has an argmax, and a draft from NaN has the same one.
@@ -53,6 +55,10 @@ def accept_sampled(
     max_drafts + 1, vocab_size), processed likewise, rows as in `accept_greedy`; u_accept: (batch,
     max_drafts) and u_emit: (batch,), independent of each other and of the draws of the drafts.
     """
+    _check_dims(
+        drafts=(drafts, 2), num_drafts=(num_drafts, 1), draft_probs=(draft_probs, 3),
+        target_probs=(target_probs, 3), u_accept=(u_accept, 2), u_emit=(u_emit, 1),
+    )  # fmt: skip
     p = target_probs[:, :-1].gather(2, drafts[..., None])[..., 0].double()
     q = draft_probs.gather(2, drafts[..., None])[..., 0].double()
     count = _leading(u_accept * q < p, num_drafts)
@@ -66,6 +72,13 @@ def accept_sampled(
         target = torch.where(residual.sum(-1, keepdim=True) == 0, target, residual)
     failed = target.isnan().any(-1)
     return _emit(drafts, count, draw(target, u_emit), failed)
+
+
+def _check_dims(**arguments: tuple[Tensor, int]) -> None:
+    for name, (value, dims) in arguments.items():
+        check_kind(name, value, Tensor, "a tensor")
+        if value.dim() != dims:
+            raise ValueError(f"`{name}` must have {dims} dimensions, got {value.dim()}")
 
 
 def _leading(good: Tensor, num_drafts: Tensor) -> Tensor:

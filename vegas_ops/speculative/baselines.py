@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
 from vegas_ops import ops
+from vegas_ops.arguments import check_integer
 from vegas_ops.ops import Dump
 from vegas_ops.speculative.page_scores import note_bounds, page_scores, page_tokens
 from vegas_ops.speculative.sampling import SELECT, uniform
@@ -51,6 +52,9 @@ class Streaming(Policy):
     """The first tokens and the most recent ones (StreamingLLM; MagicDec's drafting)."""
 
     sinks: int = 4
+
+    def __post_init__(self) -> None:
+        check_integer("sinks", self.sinks, 0)
 
     name = "streaming"
 
@@ -112,6 +116,12 @@ class SnapKV(Policy):
     per_kv_head = True
     first_differs = True
 
+    def __post_init__(self) -> None:
+        check_integer("window", self.window, 1)
+        check_integer("kernel", self.kernel, 1)
+        if self.kernel % 2 == 0:
+            raise ValueError(f"`kernel` must be odd, got {self.kernel}")
+
     @property
     def prompt_rows(self) -> int:  # type: ignore[override]
         return self.window
@@ -142,6 +152,9 @@ class Quest(Policy):
     first_differs = True
     chooses_per_step = True
     follows_pages = True
+
+    def __post_init__(self) -> None:
+        check_integer("page", self.page, 1)
 
     def scanned(self, keys: int) -> int:
         return keys // self.page  # a page's bounds are as large as one token's K and V
@@ -184,6 +197,10 @@ class SpecExtend(Policy):
     name = "specextend"
     first_differs = True
     last_layer_only = True
+
+    def __post_init__(self) -> None:
+        check_integer("chunk", self.chunk, 1)
+        check_integer("refresh", self.refresh, 0)
 
     def dump(self, first: bool) -> Dump:
         return "none" if first else "all"

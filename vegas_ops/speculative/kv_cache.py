@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vegas_ops import ops
+from vegas_ops.arguments import check_dtype, check_integer, check_kind, check_number
 from vegas_ops.devices import present
 from vegas_ops.speculative.model import KVTarget
 
@@ -60,6 +61,7 @@ class CacheSequence:
     were given back."""
 
     def __init__(self, cache: PagedKVCache) -> None:
+        check_kind("cache", cache, PagedKVCache, "a PagedKVCache")
         self.cache = cache
         self.pages: list[int] = []
         self.length = 0
@@ -101,10 +103,16 @@ class PagedKVCache:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
-        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-            if value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}")
+        for name, value in (
+            ("num_layers", num_layers), ("num_pages", num_pages), ("page_size", page_size),
+            ("num_heads_kv", num_heads_kv), ("head_dim", head_dim),
+        ):  # fmt: skip
+            check_integer(name, value, 1)
+        if max_length is not None:
+            check_integer("max_length", max_length, 1)
+        check_dtype("dtype", dtype)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            check_number(name, scale)
             if not 0 < scale < math.inf:
                 raise ValueError(f"`{name}` must be finite and > 0, got {scale}")
         self.device = present(device)
@@ -144,6 +152,11 @@ class PagedKVCache:
         layers, _, _, heads, dim = self.k.shape
         return 2 * layers * heads * dim * self.k.element_size()
 
+    def _check_own(self, name: str, sequence: CacheSequence) -> None:
+        check_kind(name, sequence, CacheSequence, "a CacheSequence")
+        if sequence.cache is not self:
+            raise ValueError(f"`{name}` must be a sequence of this cache, got one of another")
+
     def _pages_of(self, length: int) -> int:
         return -(-length // self.page_size)
 
@@ -156,8 +169,8 @@ class PagedKVCache:
         Its `length` is `length` rounded down to whole pages, so that neither ever writes into a
         shared page. Nothing is copied.
         """
-        if source.cache is not self:
-            raise ValueError("`source` must be a sequence of this cache, got one of another")
+        self._check_own("source", source)
+        check_integer("length", length)
         if not 0 <= length <= source.length:
             raise ValueError(f"`length` must be in [0, {source.length}], got {length}")
         shared = source.pages[: length // self.page_size]
@@ -171,6 +184,8 @@ class PagedKVCache:
 
     def reserve(self, sequence: CacheSequence, length: int) -> None:
         """Pages for `length` tokens; raises OutOfPages and changes nothing if there are too few."""
+        self._check_own("sequence", sequence)
+        check_integer("length", length)
         have, need = len(sequence.pages), self._pages_of(length)
         if need <= have:
             return
@@ -186,8 +201,12 @@ class PagedKVCache:
     def truncate(self, sequence: CacheSequence, length: int, kept: int | None = None) -> None:
         """Rolls back (or commits) to `length` tokens and gives back the pages beyond them, or beyond
         `kept` tokens."""
+        self._check_own("sequence", sequence)
+        check_integer("length", length, 0)
+        if kept is not None:
+            check_integer("kept", kept, 0)
         keep = self._pages_of(length if kept is None else kept)
-        if not 0 <= keep <= len(sequence.pages):
+        if keep > len(sequence.pages):
             raise ValueError(f"`length` must lie within the reserved pages, got {length}")
         for page in sequence.pages[keep:][::-1]:
             self._users[page] -= 1

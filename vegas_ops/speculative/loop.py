@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vegas_ops.arguments import check_callable, check_integer, check_kind, check_number
 from vegas_ops.speculative.adaptive import best_gamma, update_rate
 from vegas_ops.speculative.attention import PrefillContext
 from vegas_ops.speculative.kv_cache import OutOfPages, PagedKVCache, to_device
-from vegas_ops.speculative.model import Model, layer_attention, selecting_layers
+from vegas_ops.speculative.model import MODEL_PARTS, Model, layer_attention, selecting_layers
 from vegas_ops.speculative.request import FinishReason, Request
 from vegas_ops.speculative.round import Round
 from vegas_ops.speculative.selection import Policy
@@ -77,6 +78,13 @@ class SpeculativeDecoder:
         read_every: int = 1,
         draft_cost: float | None = None,
     ) -> None:
+        missing = [name for name in MODEL_PARTS if not hasattr(model, name)]
+        if missing:
+            raise TypeError(
+                f"`model` must have all that vegas_ops.speculative.Model names, got {type(model).__name__} "
+                f"without {', '.join(missing)}; the arguments are (model, cache)"
+            )
+        check_kind("cache", cache, PagedKVCache, "a PagedKVCache")
         shape = (model.num_layers, model.num_heads_kv, model.head_dim)
         if (cache.k.shape[0], *cache.k.shape[3:]) != shape:
             raise ValueError(
@@ -87,12 +95,13 @@ class SpeculativeDecoder:
             raise ValueError(f"`cache` must be {model.dtype} or fp8, got {cache.k.dtype}")
         if cache.device.type != model.device.type:
             raise ValueError(f"`cache` must be on {model.device} like the model, got {cache.device}")
-        if prefill_chunk < 1:
-            raise ValueError(f"`prefill_chunk` must be at least 1, got {prefill_chunk}")
-        if read_every < 1:
-            raise ValueError(f"`read_every` must be at least 1, got {read_every}")
-        if draft_cost is not None and not 0 < draft_cost < math.inf:
-            raise ValueError(f"`draft_cost` must be finite and > 0, got {draft_cost}")
+        check_integer("prefill_chunk", prefill_chunk, 1)
+        check_integer("read_every", read_every, 1)
+        check_callable("on_prompt", on_prompt)
+        if draft_cost is not None:
+            check_number("draft_cost", draft_cost)
+            if not 0 < draft_cost < math.inf:
+                raise ValueError(f"`draft_cost` must be finite and > 0, got {draft_cost}")
         self.draft_cost = draft_cost
         self._gamma = 0  # of all, where it adapts
         self._since = 0  # iterations since it was chosen
@@ -122,8 +131,7 @@ class SpeculativeDecoder:
 
     def add(self, request: Request) -> Request:
         """Queues a request; it joins at the next step."""
-        if not isinstance(request, Request):
-            raise TypeError(f"`request` must be a Request, got {request!r:.60}")
+        check_kind("request", request, Request, "a Request")
         if request.finished or request in self.waiting or request in self.running:
             raise ValueError("`request` must be new, got one that was already added")
         if len(request.prompt) >= self.max_position:
@@ -140,11 +148,12 @@ class SpeculativeDecoder:
             raise ValueError("`share_prefix_with` must run in the same cache, got a request of another")
         self.waiting.append(request)
         if len(request.tokens) >= request.max_length(self.max_position):
-            self._finish(request, "length")
+            self._finish(request, request.end(self.max_position))
         return request
 
     def abort(self, request: Request) -> None:
         """Ends a request now; its pages are free at once."""
+        check_kind("request", request, Request, "a Request")
         self._unread.settle()
         if not request.finished:
             self._finish(request, "abort")
@@ -212,6 +221,7 @@ class SpeculativeDecoder:
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
         """Outputs of all requests, in their order."""
+        check_kind("requests", requests, Sequence, "a list of Requests")
         for request in requests:
             self.add(request)
         self.run()
@@ -431,7 +441,7 @@ class SpeculativeDecoder:
                     reason, new = "stop", emitted[:i]
                     break
         if reason is None and len(request.tokens) >= request.max_length(self.max_position):
-            reason = "length"
+            reason = request.end(self.max_position)
         statistics = request.statistics
         if not prompt_pass:
             statistics.count(drafts, count, len(new))

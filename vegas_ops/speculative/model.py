@@ -76,6 +76,10 @@ class Model(Protocol):
         ...
 
 
+# What a model cannot do without.
+MODEL_PARTS = (*Model.__annotations__, "forward", "compute_logits")
+
+
 def layer_attention(model: Model) -> Sequence[LayerAttention]:
     """The model's, or plain attention in every layer."""
     return getattr(model, "layer_attention", None) or [LayerAttention()] * model.num_layers

@@ -10,6 +10,7 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from vegas_ops.arguments import check_integer, check_kind
 from vegas_ops.ops import Dump
 from vegas_ops.speculative.baselines import (
     Full,
@@ -61,9 +62,8 @@ class Vegas(Policy):
         for name, known in (("score", SCORES), ("rows", ROWS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        for name, least in (("look_ahead", 0), ("refresh", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` must be >= {least}, got {getattr(self, name)}")
+        check_integer("look_ahead", self.look_ahead, 0)
+        check_integer("refresh", self.refresh, 1)
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -175,6 +175,7 @@ class Policies(dict[str, Policy]):
         super().__init__({policy.name: policy for policy in policies})
 
     def __missing__(self, name: str) -> Policy:
+        check_kind("policy", name, str, "the name of a policy")
         variant = _variant(name)
         if variant is not None:
             return variant

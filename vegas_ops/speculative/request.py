@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from operator import index
 from typing import Literal
 
+from vegas_ops.arguments import check_callable, check_integer, check_kind, check_number
 from vegas_ops.speculative.kv_cache import CacheSequence
 from vegas_ops.speculative.policies import VEGAS
 from vegas_ops.speculative.sampling import LogitsProcessor, SamplingParams, signed64
 from vegas_ops.speculative.selection import Policy, Selection, budget
 
-FinishReason = Literal["stop", "length", "iterations", "abort", "error"]
+FinishReason = Literal["stop", "length", "context", "iterations", "abort", "error"]
 
 
 @dataclass
@@ -68,9 +68,10 @@ def _token_ids(name: str, tokens: Collection[int]) -> list[int]:
 class Request:
     """One text to continue.
 
-    prompt: token ids, at least one. max_new_tokens: delivered exactly, unless a stop or the
-    context limit comes first. stop_token_ids: end the output, and are its last token (EOS among
-    them). stop_sequences: the same for several tokens in a row.
+    prompt: token ids, at least one. max_new_tokens: delivered exactly, unless a stop or the end of
+    the context comes first, the model's or that of a sequence in the cache. stop_token_ids: end the
+    output, and are its last token (EOS among them). stop_sequences: the same for several tokens in a
+    row.
     sampling: such as SamplingParams(temperature=0.7, top_p=0.95); greedy by default.
     gamma: drafts per verification; 0 is plain decoding through the same ops.
     policy, ratio, min_tokens: what drafts attend to; budget as in `selection.budget`.
@@ -81,6 +82,10 @@ class Request:
     they stand in place of the accepted drafts. The output ends with the text.
     max_iterations: verifications after the first token; None is unbounded.
     share_prefix_with: a running request whose prompt pages are used as far as the prompts agree.
+
+    finish_reason, once it has ended: "stop"; "length", at `max_new_tokens` (or the end of
+    `forced_tokens`); "context", with fewer, since the context was full; "iterations"; "abort";
+    "error", which `error` explains.
     """
 
     prompt: Sequence[int]
@@ -111,24 +116,23 @@ class Request:
         # A copy: `output` is what follows it, also if the caller goes on with the list.
         self.prompt = _token_ids("prompt", self.prompt)
         _token_ids("stop_token_ids", self.stop_token_ids)
+        check_kind("stop_sequences", self.stop_sequences, Sequence, "a list of lists of token ids")
         for stop in self.stop_sequences:
             _token_ids("stop_sequences", stop)
-        if not isinstance(self.sampling, SamplingParams):
-            raise TypeError(f"`sampling` must be SamplingParams, got {self.sampling!r}")
-        if self.logits_processor is not None and not callable(self.logits_processor):
-            raise TypeError(f"`logits_processor` must be callable, got {self.logits_processor!r}")
+        if self.forced_tokens is not None:
+            _token_ids("forced_tokens", self.forced_tokens)
+        check_kind("sampling", self.sampling, SamplingParams, "SamplingParams")
+        check_callable("logits_processor", self.logits_processor)
+        if self.share_prefix_with is not None:
+            check_kind("share_prefix_with", self.share_prefix_with, Request, "a Request")
         if not self.prompt:
             raise ValueError("`prompt` must hold at least one token, got none")
-        if not isinstance(self.policy, Policy):
-            raise TypeError(f"`policy` must be a Policy, such as POLICIES['vegas'], got {self.policy!r}")
+        check_kind("policy", self.policy, Policy, "a Policy, such as POLICIES['vegas']")
         for name in ("gamma", "max_new_tokens", "min_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise TypeError(f"`{name}` must be an integer, got {value!r}")
-            if value < 0:
-                raise ValueError(f"`{name}` must be >= 0, got {value}")
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, Real):
-            raise TypeError(f"`ratio` must be a number, got {self.ratio!r}")
+            check_integer(name, getattr(self, name), 0)
+        if self.max_iterations is not None:
+            check_integer("max_iterations", self.max_iterations, 0)
+        check_number("ratio", self.ratio)
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"`ratio` must be in [0, 1], got {self.ratio}")
         self.tokens = list(self.prompt)
@@ -150,6 +154,11 @@ class Request:
         if self.forced_tokens is not None:
             new = min(new, len(self.forced_tokens))
         return min(len(self.prompt) + new, max_position)
+
+    def end(self, max_position: int) -> FinishReason:
+        """Why the request ends at `max_length`."""
+        whole = self.max_length(len(self.prompt) + self.max_new_tokens)
+        return "length" if whole <= max_position else "context"
 
     @property
     def most_drafts(self) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vegas_ops.arguments import check_integer, check_number
+
 # Streams of random numbers; each decision of a round has its own, so none is used twice.
 DRAFT, ACCEPT, EMIT, SELECT = range(4)
 
@@ -32,10 +34,13 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            check_number(name, getattr(self, name))
+        check_integer("top_k", self.top_k, 0)
+        if self.seed is not None:
+            check_integer("seed", self.seed)
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"`temperature` must be finite and >= 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"`top_k` must be >= 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`top_p` must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
@@ -138,8 +143,9 @@ class RepetitionPenalty:
     """Divides positive and multiplies negative logits of the tokens in the history by `penalty`."""
 
     def __init__(self, penalty: float) -> None:
-        if not penalty > 0:
-            raise ValueError(f"`penalty` must be > 0, got {penalty}")
+        check_number("penalty", penalty)
+        if not 0 < penalty < math.inf:
+            raise ValueError(f"`penalty` must be finite and > 0, got {penalty}")
         self.penalty = penalty
 
     def __call__(self, history: Tensor, logits: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from vegas_ops.arguments import check_callable, check_integer, check_kind, check_number
 from vegas_ops.speculative.loop import SpeculativeDecoder
 from vegas_ops.speculative.policies import POLICIES, VEGAS
 from vegas_ops.speculative.request import Request
@@ -62,14 +63,16 @@ class Tuning:
     batch: int
     trials: tuple[Trial, ...]
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+    def save(self, path: str | Path) -> None:
+        check_kind("path", path, (str, Path), "a path")
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
-    def load(path: Path) -> Tuning:
+    def load(path: str | Path) -> Tuning:
         """Reads what `save` wrote; ValueError, naming the file, for anything else."""
+        check_kind("path", path, (str, Path), "a path")
         try:
-            values = _fields_of(Tuning, json.loads(path.read_text(encoding="utf-8")))
+            values = _fields_of(Tuning, json.loads(Path(path).read_text(encoding="utf-8")))
             if not isinstance(values["trials"], list):
                 raise ValueError(f"`trials` must be a list, got {values['trials']!r}")
             trials = tuple(Trial(**_fields_of(Trial, trial)) for trial in values.pop("trials"))
@@ -151,7 +154,13 @@ def decode_together(
 
 
 def check_settings(gammas: Sequence[int], ratios: Sequence[float], new_tokens: int, repeats: int) -> None:
-    """ValueError, naming the argument, for what `tune` would refuse of these whatever the model."""
+    """ValueError or TypeError, naming the argument, for what `tune` would refuse whatever the model."""
+    for name, values in (("gammas", gammas), ("ratios", ratios)):
+        check_kind(name, values, Sequence, "a list")
+    for gamma in gammas:
+        check_integer("gammas", gamma)
+    for ratio in ratios:
+        check_number("ratios", ratio)
     for name, values, ok in (
         ("gammas", gammas, all(1 <= g < MAX_GAMMA for g in gammas)),
         ("ratios", ratios, all(0 < r <= 1 for r in ratios)),
@@ -159,10 +168,8 @@ def check_settings(gammas: Sequence[int], ratios: Sequence[float], new_tokens: i
         if not values or not ok:
             span = f"[1, {MAX_GAMMA})" if name == "gammas" else "(0, 1]"
             raise ValueError(f"`{name}` must hold at least one, all in {span}, got {list(values)}")
-    if new_tokens < 2:
-        raise ValueError(f"`new_tokens` must be at least 2, got {new_tokens}")
-    if repeats < 1:
-        raise ValueError(f"`repeats` must be at least 1, got {repeats}")
+    check_integer("new_tokens", new_tokens, 2)
+    check_integer("repeats", repeats, 1)
 
 
 def same_budgets(ratios: Sequence[float], keys: int, min_tokens: int = MIN_TOKENS) -> list[float]:
@@ -193,6 +200,14 @@ def tune(
     setting that comes up twice is measured once.
     """
     check_settings(gammas, ratios, new_tokens, repeats)
+    check_integer("min_tokens", min_tokens, 0)
+    check_kind("decoder", decoder, SpeculativeDecoder, "a SpeculativeDecoder")
+    check_kind("policy", policy, Policy, "a Policy, such as POLICIES['vegas']")
+    check_kind("sampling", sampling, (SamplingParams, type(None)), "SamplingParams or None")
+    check_callable("on_trial", on_trial)
+    check_kind("prompts", prompts, Sequence, "a list of requests")
+    for prompt in prompts:
+        check_kind("prompts", prompt, Request, "requests that `hold_prompt` gave")
     if not prompts:
         raise ValueError("`prompts` must hold at least one, got none")
     room = decoder.max_position - max(len(prompt.prompt) for prompt in prompts)
