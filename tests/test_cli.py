@@ -209,6 +209,15 @@ def test_bench_runs_what_the_repository_has(
     assert status == 2 and "`name` must be one of acceptance, selection, verify" in err
 
 
+def test_the_demo_says_when_others_use_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that spin for each other made a demo of half a minute take twenty."""
+    from vegas_ops import demo
+
+    assert 0 <= demo._others(0.05) <= 1
+    monkeypatch.setattr(demo.Path, "read_text", lambda self: "cpu 1 2")
+    assert demo._others(0.0) == 0
+
+
 def test_every_benchmark_explains_itself_without_what_it_compares_with() -> None:
     program = """
 import sys

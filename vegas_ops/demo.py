@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,7 @@ from vegas_ops.speculative import Full, Policy, Request, SamplingParams, Specula
 
 # Sources that every Python from 3.10 on has; the last one is cut off where the model goes on.
 DEMO_CONTEXT = 24_576  # tokens
+BUSY = 0.25  # of the cores
 STANDARD_LIBRARY = ("tarfile", "statistics")
 
 
@@ -84,6 +87,12 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         highlight=False,
         soft_wrap=True,
     )
+    if model.device.type == "cpu" and "OMP_WAIT_POLICY" not in os.environ and _others() > BUSY:
+        console.print(
+            "Other programs use the cores. OpenMP's threads spin while they wait for each other, which then "
+            "takes many times as long: stop them, or set OMP_WAIT_POLICY=passive.",
+            style="yellow",
+        )
     # Both start from the pages of one and the same prompt.
     decoder = session.decoder(len(ids) + 2 * (options.max_new_tokens + options.gamma) + 4 * PAGE_SIZE)
     prompt = _read_prompt(session, decoder, ids, console)
@@ -122,6 +131,22 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     )
     console.print(f"picture: {options.plot}", highlight=False, soft_wrap=True)
     return 0 if ok or model.dtype != torch.float32 else 1
+
+
+def _others(seconds: float = 0.2) -> float:
+    """Share of the cores that is in use while this program sleeps; 0 where Linux does not say."""
+
+    def read() -> tuple[int, int]:
+        user, nice, system, idle, waiting, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+        return idle + waiting, user + nice + system + idle + waiting
+
+    try:
+        idle, total = read()
+        time.sleep(seconds)
+        idle, total = (b - a for a, b in zip((idle, total), read(), strict=True))
+    except (OSError, ValueError):
+        return 0.0
+    return 1 - idle / total if total else 0.0
 
 
 def _read_prompt(session: Session, decoder: SpeculativeDecoder, ids: list[int], console: Console) -> Request:
