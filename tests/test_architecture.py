@@ -13,7 +13,7 @@ PACKAGE, SOURCES = ROOT / "vegas_ops", ROOT / "csrc"
 PYTHON = {
     "command line": {"command line", "speculative", "models", "ops", "devices"},
     "integrations/transformers": {"speculative", "arguments"},
-    "integrations/vllm": {"ops"},
+    "integrations/vllm": {"ops", "arguments"},
     "speculative": {"ops", "jit", "devices", "arguments"},
     "models": {"jit", "devices", "arguments"},
     "jit": set(),

@@ -218,7 +218,7 @@ def test_drafts_read_their_lists_and_everything_newer(rows: list[int] | None) ->
         ({"selection_sync": "ring"}, ValueError, "`selection_sync` must be one of local, allreduce"),
         ({"ratio": 1.5}, ValueError, r"`ratio` must be in \[0, 1\], got 1.5"),
         ({"ratio": "7%"}, TypeError, "`ratio` must be a number, got '7%'"),
-        ({"min_tokens": -1}, ValueError, "`min_tokens` must not be negative, got -1"),
+        ({"min_tokens": -1}, ValueError, "`min_tokens` must be at least 0, got -1"),
         ({"min_tokens": 2.5}, TypeError, "`min_tokens` must be an integer, got 2.5"),
         ({"gamma": 3}, ValueError, "must have no keys but policy, ratio, min_tokens, selection_sync, got"),
         (None, TypeError, r"`additional_config\['vegas_ops'\]` must be a dict, got None"),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vegas_ops import ops
+from vegas_ops.arguments import check_integer, check_number
 from vegas_ops.ops import Dump, OpName
 
 PolicyName = Literal["vegas", "vegas-lookahead"]
@@ -50,14 +51,10 @@ class Options:
             raise ValueError(
                 f"`selection_sync` must be one of {', '.join(SYNCS)}, got {self.selection_sync!r}"
             )
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)):
-            raise TypeError(f"`ratio` must be a number, got {self.ratio!r}")
+        check_number("ratio", self.ratio)
+        check_integer("min_tokens", self.min_tokens, 0)
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"`ratio` must be in [0, 1], got {self.ratio}")
-        if isinstance(self.min_tokens, bool) or not isinstance(self.min_tokens, int):
-            raise TypeError(f"`min_tokens` must be an integer, got {self.min_tokens!r}")
-        if self.min_tokens < 0:
-            raise ValueError(f"`min_tokens` must not be negative, got {self.min_tokens}")
 
     def budget(self, keys: int) -> int:
         """Tokens listed of `keys` cached ones."""
