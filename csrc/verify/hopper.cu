@@ -187,9 +187,11 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   const size_t needed = lay_out(sizes, rule, row_groups, num_sms, static_cast<char*>(p.workspace), &w);
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
-  if (fp8 && fp8_tile_keys(w.tile_rows, p.cache.head_dim, rule.mode == SplitMode::kBalanced) == 128) w.tile_shift = 7;
+  const bool balanced = rule.mode == SplitMode::kBalanced;
+  const bool dumps = p.dump != VEGAS_DUMP_NONE;
+  if (fp8 && fp8_tile_keys(w.tile_rows, p.cache.head_dim, dumps, balanced) == 128) w.tile_shift = 7;
   w.guides_in_rows = !fp8 && guides_fit(row_groups, portable::padded_head_dim(p.cache.head_dim), 1 << w.tile_shift) &&
-                     rows <= 64 * (row_groups - 1) + kFirstGuideRow && rule.mode == SplitMode::kBalanced &&
+                     rows <= 64 * (row_groups - 1) + kFirstGuideRow && balanced &&
                      (p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD);
   const bool guesses = p.batch <= kFewRequests && p.dump != VEGAS_DUMP_ROWS;
   LaunchShape shape = {row_groups, 1 << w.tile_shift, guesses, dim3(w.team, w.teams.divisor)};

@@ -21,10 +21,11 @@ inline int row_groups_for(int64_t rows, int head_dim) {
 // Where results must not depend on the number of rows, all tiles are small.
 constexpr int tile_keys(int row_groups, bool balanced) { return row_groups == 2 && balanced ? 128 : 64; }
 
-// Of an fp8 cache, few rows of small heads leave registers for them: what a tile takes there is mostly waiting.
+// Of an fp8 cache, few rows of small heads leave registers for them: what a tile takes there is mostly waiting, for the
+// guide warps as well. Without a dump they take as long or longer.
 constexpr int kFewFp8Rows = 32;
-constexpr int fp8_tile_keys(int rows, int head_dim, bool balanced) {
-  return rows <= kFewFp8Rows && head_dim <= 64 && balanced ? 128 : 64;
+constexpr int fp8_tile_keys(int rows, int head_dim, bool dumps, bool balanced) {
+  return rows <= kFewFp8Rows && head_dim <= 64 && dumps && balanced ? 128 : 64;
 }
 
 constexpr int kMostDumpedHeads = 8;  // of a KV head, where rows of logits are dumped: columns of a product
