@@ -12,12 +12,14 @@ import torch
 from tiny_model import TinyModel, new_cache
 
 import vegas_ops
+from vegas_ops import models, speculative
 from vegas_ops.models import Qwen3Config, Qwen3Model, RopeScaling, Tokenizer
 from vegas_ops.session import DEMO_MODEL
 from vegas_ops.speculative import (
     POLICIES,
     VEGAS,
     CacheSequence,
+    LayerAttention,
     PagedKVCache,
     Quest,
     RepetitionPenalty,
@@ -130,6 +132,16 @@ def cases() -> Iterator[tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         {"op": "sparse_paged_decode", "device": "cpu", **bounds},
         {"op": "other", "device": "device", **dict.fromkeys(bounds, "integer*")},
     )
+    rows = torch.zeros(2, dtype=torch.int32)
+    schedule = dict.fromkeys(
+        ("max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "page_size"), 1
+    )
+    yield (
+        vegas_ops.build_scheduler_metadata,
+        {"op": "sparse_paged_decode", "cu_seqlens_q": rows, "seqused_k": rows, **schedule},
+        {"op": "other", "cu_seqlens_q": "tensor", "seqused_k": "tensor", "out": "tensor?",
+         **dict.fromkeys(schedule, "integer")},
+    )  # fmt: skip
     model, cache = MODEL, new_cache(MODEL)
     decoder = SpeculativeDecoder(model, cache)
     yield (
@@ -260,6 +272,34 @@ def test_float_lengths_are_named() -> None:
 def test_swapped_arguments_of_the_decoder() -> None:
     with pytest.raises(TypeError, match=r"`model` must .* got PagedKVCache .* \(model, cache\)"):
         SpeculativeDecoder(new_cache(MODEL), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([LayerAttention()], "`layer_attention` must have an entry for each of 2 layers, got 1"),
+        ([LayerAttention(window=0)] * 2, "`window` must be at least 1, got 0"),
+        ([LayerAttention(window=8.0)] * 2, "`window` must be an integer, got 8.0"),  # type: ignore[arg-type]
+        ([LayerAttention(softcap=None)] * 2, "`softcap` must be a number, got None"),  # type: ignore[arg-type]
+        ([LayerAttention(sinks=[0.0])] * 2, "`sinks` must be a tensor, got"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_a_model_says_of_its_layers(layers: list[LayerAttention], message: str) -> None:
+    model = TinyModel()
+    model.layer_attention = layers  # type: ignore[attr-defined]
+    with pytest.raises((TypeError, ValueError), match=message):
+        SpeculativeDecoder(model, new_cache(model))
+
+
+def test_every_public_name_was_looked_at() -> None:
+    """But those that take no arguments, are made by others, or hold what was computed."""
+    others = {
+        "Accepted", "Attend", "AttentionWithDump", "Full", "LayerAttention", "Model", "ModelFolderError",
+        "OutOfPages", "Pillar", "Policy", "Random", "Selection", "Statistics", "TopkOracle", "Trial",
+    }  # fmt: skip
+    modules = (vegas_ops, models, speculative)
+    public = {name for module in modules for name in module.__all__ if callable(getattr(module, name))}
+    assert {call.__qualname__.split(".")[0] for call, *_ in CASES} == public - others
 
 
 def test_a_sequence_of_another_cache() -> None:

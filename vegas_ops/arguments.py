@@ -17,6 +17,11 @@ def check_integer(name: str, value: Any, least: int | None = None) -> None:
         raise ValueError(f"`{name}` must be at least {least}, got {value}")
 
 
+def check_integers(least: int, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        check_integer(name, value, least)
+
+
 def check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (float, Real, torch.SymFloat)):
         raise TypeError(f"`{name}` must be a number, got {_short(value)}")

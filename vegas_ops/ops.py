@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vegas_ops.arguments import call, check_integer, check_number, check_tensors, lookup
+from vegas_ops.arguments import call, check_integer, check_integers, check_number, check_tensors, lookup
 from vegas_ops.devices import present
 
 __all__ = [
@@ -182,10 +182,14 @@ def build_scheduler_metadata(
     """
     lookup(_OPS, op, "op")
     check_tensors(cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k)
-    if out is not None:
-        check_tensors(out=out)
-        return out
-    return seqused_k.new_empty(0)
+    check_integers(
+        0, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv, head_dim=head_dim, page_size=page_size,
+    )  # fmt: skip
+    if out is None:
+        return seqused_k.new_empty(0)
+    check_tensors(out=out)
+    return out
 
 
 def flash_attn_with_logit_dump(
@@ -286,8 +290,7 @@ def flash_attn_with_logit_dump(
     if dump == "token_weight" and guide_lse_hint is None:
         raise ValueError('`guide_lse_hint` must be given for dump="token_weight", got None')
     _check_vector("seqused_k", seqused_k)
-    check_integer("max_seqlen_q", max_seqlen_q, 0)
-    check_integer("max_seqlen_k", max_seqlen_k, 0)
+    check_integers(0, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     left, right = _window(window_size)
     total_q, num_heads_q, head_dim = q.shape
     num_heads_kv = k_cache.shape[2]
@@ -542,9 +545,7 @@ def sparse_paged_decode(
     if block_table is not None:
         check_tensors(block_table=block_table)
         if block_table.dim() != 2:
-            raise ValueError(
-                f"`block_table` must have shape (batch, max_pages), got {tuple(block_table.shape)}"
-            )
+            raise ValueError(f"`block_table` must have 2 dimensions, got {block_table.dim()}")
     left, right = _window(window_size)
     batch, num_heads_q, head_dim = q.shape
     if out is None:

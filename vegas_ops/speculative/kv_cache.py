@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vegas_ops import ops
-from vegas_ops.arguments import check_dtype, check_integer, check_kind, check_number
+from vegas_ops.arguments import check_dtype, check_integer, check_integers, check_kind, check_number
 from vegas_ops.devices import present
 from vegas_ops.speculative.model import KVTarget
 
@@ -103,11 +103,10 @@ class PagedKVCache:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
-        for name, value in (
-            ("num_layers", num_layers), ("num_pages", num_pages), ("page_size", page_size),
-            ("num_heads_kv", num_heads_kv), ("head_dim", head_dim),
-        ):  # fmt: skip
-            check_integer(name, value, 1)
+        check_integers(
+            1, num_layers=num_layers, num_pages=num_pages, page_size=page_size, num_heads_kv=num_heads_kv,
+            head_dim=head_dim,
+        )  # fmt: skip
         if max_length is not None:
             check_integer("max_length", max_length, 1)
         check_dtype("dtype", dtype)

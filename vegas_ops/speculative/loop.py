@@ -26,7 +26,7 @@ from vegas_ops.arguments import check_callable, check_integer, check_kind, check
 from vegas_ops.speculative.adaptive import best_gamma, update_rate
 from vegas_ops.speculative.attention import PrefillContext
 from vegas_ops.speculative.kv_cache import OutOfPages, PagedKVCache, to_device
-from vegas_ops.speculative.model import MODEL_PARTS, Model, layer_attention, selecting_layers
+from vegas_ops.speculative.model import Model, check_model, layer_attention, selecting_layers
 from vegas_ops.speculative.request import FinishReason, Request
 from vegas_ops.speculative.round import Round
 from vegas_ops.speculative.selection import Policy
@@ -78,12 +78,7 @@ class SpeculativeDecoder:
         read_every: int = 1,
         draft_cost: float | None = None,
     ) -> None:
-        missing = [name for name in MODEL_PARTS if not hasattr(model, name)]
-        if missing:
-            raise TypeError(
-                f"`model` must have all that vegas_ops.speculative.Model names, got {type(model).__name__} "
-                f"without {', '.join(missing)}; the arguments are (model, cache)"
-            )
+        check_model(model)
         check_kind("cache", cache, PagedKVCache, "a PagedKVCache")
         shape = (model.num_layers, model.num_heads_kv, model.head_dim)
         if (cache.k.shape[0], *cache.k.shape[3:]) != shape:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from vegas_ops.arguments import check_integer, check_number, check_tensors
+
 Attend = Callable[[int, Tensor, Any, Any], Tensor]
 """attend(layer, q, k, v) -> out: q and out (n, num_heads_q, head_dim), k and v
 (n, num_heads_kv, head_dim), after norm and RoPE. It appends k and v to the paged cache, then
@@ -76,8 +78,26 @@ class Model(Protocol):
         ...
 
 
-# What a model cannot do without.
-MODEL_PARTS = (*Model.__annotations__, "forward", "compute_logits")
+def check_model(model: Any) -> None:
+    """TypeError or ValueError, naming what is missing or wrong."""
+    needed = (*Model.__annotations__, "forward", "compute_logits")
+    missing = [name for name in needed if not hasattr(model, name)]
+    if missing:
+        raise TypeError(
+            f"`model` must have all that vegas_ops.speculative.Model names, got {type(model).__name__} "
+            f"without {', '.join(missing)}; the arguments are (model, cache)"
+        )
+    layers = layer_attention(model)
+    if len(layers) != model.num_layers:
+        raise ValueError(
+            f"`layer_attention` must have an entry for each of {model.num_layers} layers, got {len(layers)}"
+        )
+    for window, softcap, sinks in layers:
+        if window is not None:
+            check_integer("window", window, 1)
+        check_number("softcap", softcap)
+        if sinks is not None:
+            check_tensors(sinks=sinks)
 
 
 def layer_attention(model: Model) -> Sequence[LayerAttention]:
