@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -372,10 +372,13 @@ def test_dumped_rows_beyond_32_bits(device: torch.device) -> None:
 
 @pytest.mark.parametrize("batch", [1, 5, 40])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_launch_before_writes_lengths_and_pages(device: torch.device, batch: int, head_dim: int) -> None:
+@pytest.mark.parametrize(("rows", "dump"), [(3, "token"), (20, "token"), (20, "token_weight")])
+def test_the_launch_before_writes_lengths_and_pages(
+    device: torch.device, batch: int, head_dim: int, rows: int, dump: Literal["token", "token_weight"]
+) -> None:
     """A kernel may look at them while that launch still runs. Here they are lists of selected tokens: pages
     of one token each."""
-    tokens, max_k, rows, heads, heads_kv = 3000, 2000, 3, 8, 2
+    tokens, max_k, heads, heads_kv = 3000, 2000, 8, 2
     generator = torch.Generator().manual_seed(batch)
     dtype = case_dtype(device)
 
@@ -393,6 +396,7 @@ def test_the_launch_before_writes_lengths_and_pages(device: torch.device, batch:
     counts = counts.to(device)
     indices = torch.zeros(batch, max_k, dtype=torch.int32, device=device)
     length = torch.zeros(batch, dtype=torch.int32, device=device)
+    hint = torch.zeros(batch, 2, heads_kv, device=device) if dump == "token_weight" else None
     bounds = {"num_heads_q": heads, "num_heads_kv": heads_kv, "head_dim": head_dim, "device": device}
     workspaces = [
         vegas_ops.make_workspace(
@@ -418,7 +422,7 @@ def test_the_launch_before_writes_lengths_and_pages(device: torch.device, batch:
     def verify(out: Tensor, lse: Tensor, logits: Tensor) -> None:
         vegas_ops.flash_attn_with_logit_dump(
             q, *caches, indices, length, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=rows, max_seqlen_k=max_k,
-            dump="token", out=out, lse=lse, logits=logits, workspace=workspaces[1],
+            dump=dump, guide_lse_hint=hint, out=out, lse=lse, logits=logits, workspace=workspaces[1],
         )  # fmt: skip
 
     def rounds() -> None:
@@ -445,7 +449,9 @@ def test_the_launch_before_writes_lengths_and_pages(device: torch.device, batch:
 
 
 @pytest.mark.parametrize("dump", ["token", "token_weight"])
-@pytest.mark.parametrize(("heads", "head_dim", "rows"), [(32, 128, 7), (16, 64, 8), (9, 64, 3)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "rows"), [(32, 128, 7), (16, 64, 8), (9, 64, 3), (32, 128, 17), (64, 64, 12)]
+)
 def test_bound_far_beyond_the_lengths(
     device: torch.device, heads: int, head_dim: int, rows: int, dump: str
 ) -> None:

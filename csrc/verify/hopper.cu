@@ -26,6 +26,7 @@ constexpr int kMaxForcedSplits = 16;
 constexpr int64_t kRingFrom = 8 << 20;  // bytes of a dump's parts: fewer stay in the L2 cache
 constexpr int kRingTeam = 5;            // KV heads, at least: CTAs of smaller teams would wait for the ring too often
 constexpr int kRingTeams = 16;          // fewer might all wait for CTAs that other kernels leave no room for
+constexpr int64_t kFewKeys = 1 << 17;   // of a call: two row groups of d = 64 look for more no earlier than others
 
 // What sizes a workspace.
 struct Sizes {
@@ -53,7 +54,8 @@ int even_teams(int most, int64_t pairs) {
 // Of all teams of a grid of two CTAs per SM: each CTA has its keys of kMostRingTiles tiles.
 size_t ring_bytes(int num_sms) { return size_t{2} * num_sms * kMostRingTiles * kMostTileKeys * sizeof(uint32_t); }
 
-size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int num_sms, char* base, Workspace* w) {
+size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int num_sms, bool guides_in_rows, char* base,
+               Workspace* w) {
   const int grid = ctas_per_sm(row_groups, portable::padded_head_dim(b.head_dim)) * num_sms;
   size_t size = 0;
   auto take = [&](int64_t bytes) {
@@ -76,9 +78,12 @@ size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int num_sms, char
   w->group_rows = cutlass::FastDivmod(64 * row_groups);
   w->tile_rows = static_cast<int>(b.rows < 64 * row_groups ? b.rows : 64 * row_groups);
   w->norm_rows = w->tile_rows + 2;
+  w->guides_in_rows = guides_in_rows;
   const int64_t part_bytes = b.summed ? b.batch * portable::part_floats(b.num_heads_kv, b.keys) * sizeof(float) : 0;
-  const bool ring = part_bytes >= kRingFrom && grid == 2 * num_sms && grid >= kRingTeams * w->team &&
-                    w->team >= kRingTeam && w->team <= kMostRingTiles;
+  // Guide warps that multiply for two row groups have no time for it.
+  const bool has_time = grid == 2 * num_sms || (row_groups == 2 && guides_in_rows);
+  const bool ring = part_bytes >= kRingFrom && has_time && grid >= kRingTeams * w->team && w->team >= kRingTeam &&
+                    w->team <= kMostRingTiles;
   w->ring_tiles = ring ? std::min(kMostRingTiles / w->team, kMostPending) * w->team : 0;
   w->ring = reinterpret_cast<uint32_t*>(take(ring_bytes(num_sms)));  // first, for it must lie where no call has others
   w->requests = reinterpret_cast<RequestPlan*>(take(b.batch * sizeof(RequestPlan)));
@@ -183,17 +188,20 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   const SplitRule rule = rule_of(p.num_splits, p.batch_invariant);
   const bool fp8 = p.cache.dtype == VEGAS_FP8_E4M3;
   const int row_groups = fp8 ? 1 : row_groups_for(rows, p.cache.head_dim);
+  const bool balanced = rule.mode == SplitMode::kBalanced;
+  const bool guides_in_rows =
+      !fp8 && guides_fit(row_groups, portable::padded_head_dim(p.cache.head_dim), tile_keys(row_groups, balanced)) &&
+      rows <= 64 * (row_groups - 1) + kFirstGuideRow && balanced &&
+      (p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD);
   Workspace w;
-  const size_t needed = lay_out(sizes, rule, row_groups, num_sms, static_cast<char*>(p.workspace), &w);
+  const size_t needed = lay_out(sizes, rule, row_groups, num_sms, guides_in_rows, static_cast<char*>(p.workspace), &w);
   VEGAS_CHECK(p.workspace && p.workspace_bytes >= needed, "`workspace` must have at least %zu bytes, got %zu", needed,
               p.workspace ? p.workspace_bytes : size_t{0});
-  const bool balanced = rule.mode == SplitMode::kBalanced;
   const bool dumps = p.dump != VEGAS_DUMP_NONE;
   if (fp8 && fp8_tile_keys(w.tile_rows, p.cache.head_dim, dumps, balanced) == 128) w.tile_shift = 7;
-  w.guides_in_rows = !fp8 && guides_fit(row_groups, portable::padded_head_dim(p.cache.head_dim), 1 << w.tile_shift) &&
-                     rows <= 64 * (row_groups - 1) + kFirstGuideRow && balanced &&
-                     (p.dump == VEGAS_DUMP_TOKEN || p.dump == VEGAS_DUMP_TOKEN_WEIGHT || p.dump == VEGAS_DUMP_KV_HEAD);
-  const bool guesses = p.batch <= kFewRequests && p.dump != VEGAS_DUMP_ROWS;
+  // Large calls of two row groups of d = 64 leave no time, and gain nothing.
+  const bool waits = row_groups == 1 || p.cache.head_dim > 64 || p.batch * int64_t{p.max_seqlen_k} <= kFewKeys;
+  const bool guesses = p.batch <= kFewRequests && p.dump != VEGAS_DUMP_ROWS && waits;
   LaunchShape shape = {row_groups, 1 << w.tile_shift, guesses, dim3(w.team, w.teams.divisor)};
   shape.merges =
       p.max_seqlen_k > kMinTileKeys ? static_cast<int>(sizes.row_tiles(row_groups)) * p.cache.num_heads_kv : 0;
@@ -237,7 +245,7 @@ size_t verify_hopper_workspace(const VegasBounds& b) {
       for (SplitRule rule : {SplitRule{SplitMode::kBalanced, 0}, SplitRule{SplitMode::kInvariant, 0},
                              SplitRule{SplitMode::kForced, kMaxForcedSplits}}) {
         Workspace w;
-        most = std::max(most, lay_out(sizes, rule, row_groups, num_sms, nullptr, &w));
+        most = std::max(most, lay_out(sizes, rule, row_groups, num_sms, false, nullptr, &w));
       }
     }
   }

@@ -38,12 +38,19 @@ cudaError_t launch_instance(const VegasVerifyParams& p, const Workspace& w, cons
   return error;
 }
 
-template <class Element, int kHeadDim>
-cudaError_t launch_one_group(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
-                             const LaunchShape& shape, cudaStream_t stream) {
-  if (!shape.guesses) return launch_instance<Traits<Element, kHeadDim, 1, 64>>(p, w, boxes, shape, stream);
-  return w.guides_in_rows ? launch_instance<Traits<Element, kHeadDim, 1, 64, true, true>>(p, w, boxes, shape, stream)
-                          : launch_instance<Traits<Element, kHeadDim, 1, 64, true, false>>(p, w, boxes, shape, stream);
+// Kernels whose CTAs may look for their work early.
+template <class Element, int kHeadDim, int kRowGroups, int kTileKeys>
+cudaError_t launch_early(const VegasVerifyParams& p, const Workspace& w, const CacheBoxes& boxes,
+                         const LaunchShape& shape, cudaStream_t stream) {
+  if (!shape.guesses) {
+    return launch_instance<Traits<Element, kHeadDim, kRowGroups, kTileKeys>>(p, w, boxes, shape, stream);
+  }
+  if constexpr (guides_fit(kRowGroups, kHeadDim, kTileKeys)) {
+    if (w.guides_in_rows) {
+      return launch_instance<Traits<Element, kHeadDim, kRowGroups, kTileKeys, true, true>>(p, w, boxes, shape, stream);
+    }
+  }
+  return launch_instance<Traits<Element, kHeadDim, kRowGroups, kTileKeys, true, false>>(p, w, boxes, shape, stream);
 }
 
 template <class Element>
@@ -52,16 +59,16 @@ cudaError_t launch_verify(const VegasVerifyParams& p, const Workspace& w, const 
   const bool large = shape.tile_keys == 128;
   switch (portable::padded_head_dim(p.cache.head_dim) + shape.row_groups) {
     case 64 + 1:
-      return launch_one_group<Element, 64>(p, w, boxes, shape, stream);
+      return launch_early<Element, 64, 1, 64>(p, w, boxes, shape, stream);
     case 64 + 2:
-      return large ? launch_instance<Traits<Element, 64, 2, 128>>(p, w, boxes, shape, stream)
+      return large ? launch_early<Element, 64, 2, 128>(p, w, boxes, shape, stream)
                    : launch_instance<Traits<Element, 64, 2, 64>>(p, w, boxes, shape, stream);
     case 64 + 3:
       return launch_instance<Traits<Element, 64, 3, 64>>(p, w, boxes, shape, stream);
     case 128 + 1:
-      return launch_one_group<Element, 128>(p, w, boxes, shape, stream);
+      return launch_early<Element, 128, 1, 64>(p, w, boxes, shape, stream);
     case 128 + 2:
-      return large ? launch_instance<Traits<Element, 128, 2, 128>>(p, w, boxes, shape, stream)
+      return large ? launch_early<Element, 128, 2, 128>(p, w, boxes, shape, stream)
                    : launch_instance<Traits<Element, 128, 2, 64>>(p, w, boxes, shape, stream);
     case 128 + 3:
       return launch_instance<Traits<Element, 128, 3, 64>>(p, w, boxes, shape, stream);
