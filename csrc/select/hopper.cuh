@@ -88,16 +88,18 @@ struct Selector {
       }
     }
     const Rows loader(slice);
+    const uint32_t end = 32 * slice.words, step = kRow * warps();
     Listed* const recent = arrays.recent + recent_slot(32 + kRow * warp_of_thread() + 4 * lane);
     // A byte of every set.
-    char* const bytes = reinterpret_cast<char*>(arrays.inside) + 4 + (lane % 2 * kRow / 16 + lane / 2);
+    char* bytes =
+        reinterpret_cast<char*>(arrays.inside) + 4 + (lane % 2 * kRow / 16 + lane / 2) + kRow / 8 * warp_of_thread();
     const int32_t set_bytes = reinterpret_cast<char*>(arrays.above) - reinterpret_cast<char*>(arrays.inside);
 #pragma unroll 1
-    for (uint32_t at = kRow * warp_of_thread(); at < 32 * slice.words; at += kRow * warps()) {
+    for (uint32_t at = kRow * warp_of_thread(); at < end; at += step, bytes += step / 8) {
       float x[kRowWords];
 #pragma unroll
       for (int i = 0; i < kRowWords; ++i) x[i] = next[i];
-      if (at + kRow * warps() < 32 * slice.words) loader.load(next, at + kRow * warps());
+      if (at + step < end) loader.load(next, at + step);
       uint32_t bits = 0xff;
       if (kPooled) {
         float sum = x[0];
@@ -108,9 +110,8 @@ struct Selector {
       bits = add_bits(add_bits(bits, x, high), x, low);
       const uint32_t inside = bits & ~(bits >> kRowWords) & 0xff;
       bits = neighbours((bits & ~0xffu) | inside);
-      char* const to_bytes = bytes + at / 8;
-      to_bytes[0] = static_cast<char>(bits), to_bytes[set_bytes] = static_cast<char>(bits >> 8);
-      if (kPooled) to_bytes[2 * set_bytes] = static_cast<char>(bits >> 16);
+      bytes[0] = static_cast<char>(bits), bytes[set_bytes] = static_cast<char>(bits >> 8);
+      if (kPooled) bytes[2 * set_bytes] = static_cast<char>(bits >> 16);
       if (!one_key && inside) {
         const int32_t own = __popc(inside), slot = atomicAdd(count, own);
         if (slot + own <= room) {
@@ -545,9 +546,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     most = __reduce_max_sync(kAllLanes, most);
     if (lane_of_thread() == 0) shared.warp_least[warp_of_thread()] = least, shared.warp_most[warp_of_thread()] = most;
     __syncthreads();
-    const Interval bracketed = bracket(shared, margins);
-    if (threadIdx.x == 0) shared.bracket = bracketed;
-    __syncthreads();
+    bracket_by_value(shared, margins);
+    if (!shared.close) {
+      const Interval bracketed = bracket(shared, margins);
+      if (threadIdx.x == 0) shared.bracket = bracketed;
+      __syncthreads();
+    }
     const Interval interval = shared.bracket;
     const Arrays arrays(&shared + 1, shape);
     Selector<kPooled> select = {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <float.h>
 
 #include "common/warp_scan.cuh"
 #include "select/hopper_exchange.cuh"
@@ -72,6 +73,7 @@ struct alignas(16) Shared {
   Found found;
   Interval interval;  // found
   Interval bracket;
+  bool close;  // few keys of the sample are between its ends
   uint32_t low_bin;
   uint32_t high_bin;
   int32_t before;  // keys of the sample above the one, and through the other
@@ -233,6 +235,64 @@ struct Margins {
     lower = static_cast<int32_t>(expected + margin) + 1;
   }
 };
+
+// Keys of the sample between which the threshold of a list probably lies, by one look at bins of equal width. If many
+// lie between them, as of heavy tails, `close` says that others are wanted. One warp works, all meet at the barriers.
+__device__ __forceinline__ void bracket_by_value(Shared& shared, const Margins& margins) {
+  constexpr int kValueBins = 256, kOwnBins = kValueBins / 32;
+  const int lane = lane_of_thread();
+  const uint32_t own = threadIdx.x < kSamples ? shared.sample_keys[threadIdx.x] : 0;
+  const uint32_t least = __reduce_min_sync(kAllLanes, lane < warps() ? shared.warp_least[lane] : kAllLanes);
+  const uint32_t most = __reduce_max_sync(kAllLanes, lane < warps() ? shared.warp_most[lane] : 0);
+  const float low = fminf(score_at(least), FLT_MAX), high = fminf(score_at(most), FLT_MAX);
+  const float width = fmaxf(high * (1.f / kValueBins) - low * (1.f / kValueBins), FLT_MIN);
+  const float scale = fmaxf(fminf(__fdividef(1, width), FLT_MAX), FLT_MIN);
+  constexpr float kUnit = 8388608;  // 2^23: a float's last bit counts 1 from here
+  const auto bin_of_key = [&](uint32_t key) {
+    const float at = fmaf(score_at(key) - low, scale, kUnit - .5f);
+    return __float_as_uint(fminf(fmaxf(at, kUnit), kUnit + kValueBins - 1)) - __float_as_uint(kUnit);
+  };
+  if (own) atomicAdd(&shared.sample[bin_of_key(own)], 1u);
+  __syncthreads();
+  if (warp_of_thread() == 0) {
+    uint32_t counts[kOwnBins];  // the best first
+    int32_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < kOwnBins; i += 4) {
+      uint4& four = reinterpret_cast<uint4*>(shared.sample)[(kValueBins - kOwnBins * lane - i) / 4 - 1];
+      counts[i] = four.w, counts[i + 1] = four.z, counts[i + 2] = four.y, counts[i + 3] = four.x;
+      sum += counts[i] + counts[i + 1] + counts[i + 2] + counts[i + 3];
+      four = make_uint4(0, 0, 0, 0);
+    }
+    const int32_t inclusive = warp_scan(sum), all = __shfl_sync(kAllLanes, inclusive, 31);
+    int32_t through = inclusive - sum, high_bin = -1, low_bin = -1, above = 0, last = 0;
+#pragma unroll
+    for (int i = 0; i < kOwnBins; ++i) {
+      const int32_t before = through, bin = kValueBins - 1 - kOwnBins * lane - i;
+      through += counts[i];
+      if (before < margins.upper && margins.upper <= through) high_bin = bin, above = before;
+      if (before < margins.lower && margins.lower <= through) low_bin = bin, last = through;
+    }
+    high_bin = __reduce_max_sync(kAllLanes, high_bin), above = __reduce_max_sync(kAllLanes, above);
+    low_bin = __reduce_max_sync(kAllLanes, low_bin), last = __reduce_max_sync(kAllLanes, last);
+    uint32_t best = 0, worst = kAllLanes;
+#pragma unroll 4
+    for (int i = lane; i < kSamples; i += 32) {
+      const uint32_t key = shared.sample_keys[i];
+      const int32_t bin = bin_of_key(key);
+      if (key && bin == high_bin) best = max(best, key);
+      if (key && bin == low_bin) worst = min(worst, key);
+    }
+    best = __reduce_max_sync(kAllLanes, best), worst = __reduce_min_sync(kAllLanes, worst);
+    if (lane == 0) {
+      const uint32_t from = low_bin >= 0 ? worst : kLowestKey - 1, to = high_bin >= 0 ? best : kHighestKey + 1;
+      shared.bracket = {from - (from == to), to + (from == to)};
+      const int32_t between = (low_bin >= 0 ? last : all) - above;
+      shared.close = most == 0 || least == most || between <= margins.lower - larger(margins.upper, 0) + kSamples / 16;
+    }
+  }
+  __syncthreads();
+}
 
 // Keys of the sample between which the threshold of a list probably lies: the first kBracketThreads threads work, and
 // the result is theirs. All meet at the barriers, for racecheck loses count after those of a part of a CTA.
