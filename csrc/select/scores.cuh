@@ -93,8 +93,8 @@ __device__ __forceinline__ void take_turn() {
 }
 
 // The sums of a wave's lists, to `rows` (lists, row_stride) or, where that is NULL, to p.sums.
-template <class T>
-__global__ void __launch_bounds__(kScoreThreads, 3)
+template <class T, int kCtas>
+__global__ void __launch_bounds__(kScoreThreads, kCtas)
     sum_kernel(const __grid_constant__ VegasSelectParams p, const Wave wave, float* rows) {
   __shared__ float norms[kNorms];
   const int32_t index = blockIdx.x / wave.ctas;
