@@ -1,5 +1,6 @@
-// Selection on Hopper from lists that fit into the registers of a cluster: every thread keeps 8 neighbouring scores,
-// pools their windows by shuffles, and writes what it chooses of them.
+// Selection on Hopper from lists that fit into the registers of a cluster: every thread keeps one to three groups of 8
+// neighbouring scores, pools their windows by shuffles, and writes what it chooses of them. A warp's groups of a row
+// follow each other, and so do its rows.
 //
 // A sample, the same in every CTA, brackets the threshold. Scores are counted in bins of the bracket, the counts of all
 // CTAs exchanged, then the scores of the bin that holds the threshold, which every CTA ranks one against another. Where
@@ -28,7 +29,7 @@ struct Plan {
   int32_t sample;  // first position of the group that it draws a sample from, or -1
 
   __device__ __forceinline__ Plan(const VegasSelectParams& p, const Wave& wave, const List& list, int64_t index,
-                                  const RequestWords& words, bool draws) {
+                                  const RequestWords& words, int32_t drawn) {
     const Planes planes = planes_of(p, list, words);
     length = smaller(larger(words.seqlen, 0), p.max_seqlen_k);
     quota = quota_of(p, length, words.k);
@@ -37,10 +38,9 @@ struct Plan {
     scores = wave.source ? wave.source + index * wave.stride : static_cast<const float*>(p.logits) + planes.offset;
     origin = -static_cast<int32_t>(reinterpret_cast<uintptr_t>(scores) / 4 % kGroup);
     sample = -1;
-    if (draws) {
-      const uint32_t samples = num_samples(), jitter = threadIdx.x * 0x9e3779b1u / samples;
-      const int32_t at =
-          quota.begin + __umulhi(threadIdx.x * (0x80000000u / samples * 2) + jitter, quota.end - quota.begin);
+    if (drawn >= 0) {
+      const uint32_t samples = num_samples(), jitter = drawn * 0x9e3779b1u / samples;
+      const int32_t at = quota.begin + __umulhi(drawn * (0x80000000u / samples * 2) + jitter, quota.end - quota.begin);
       const int32_t group = at - ((at - origin) & kGroup - 1);
       if (group >= 0 && group + kGroup > quota.begin && group + kGroup <= smaller(quota.end, length)) sample = group;
     }
@@ -49,14 +49,19 @@ struct Plan {
   __device__ __forceinline__ static int32_t num_samples() { return smaller(threads(), kSamples); }
 };
 
+// Scores that a window reaches back: none, the look-ahead's, whose steps are then known to the compiler, or
+// p.pool_before.
+enum Reach { kNone = 0, kLookAhead = 6, kAny = -1 };
+
 // Grid: a cluster per list.
-template <bool kPooled>
+template <Reach kReach, int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
-    resident_kernel(const __grid_constant__ VegasSelectParams p, const Wave wave, const int cluster_bits) {
+    resident_kernel(const __grid_constant__ VegasSelectParams p, const Wave wave, const uint32_t ctas) {
+  constexpr bool kPooled = kReach != kNone;
+  const int reach = kReach == kAny ? p.pool_before : kReach;
   extern __shared__ __align__(128) char shared_memory[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-  const int64_t index = blockIdx.x >> cluster_bits;
-  const uint32_t ctas = 1u << cluster_bits, cta = blockIdx.x & (ctas - 1);
+  const uint32_t cta = ctas > 1 ? cute::block_rank_in_cluster() : 0, index = cute::cluster_id_in_grid().x;
   const List list = list_at(p, wave.first + index);
   // What memory says of the request is read while the previous launch ends, and again beside the scores: rarely is
   // there a difference.
@@ -70,34 +75,65 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (ctas > 1) join_cluster();
   __syncthreads();
   uint32_t* const histograms = reinterpret_cast<uint32_t*>(&shared + 1);
-  Selector select = {p, shared, histograms, reinterpret_cast<float*>(histograms + kBins * ctas), ctas, cta};
-  float (&x)[kGroup] = select.x;
-  const int32_t place = select.place(), forced_at = (cta + 1) * threads() - 1 - threadIdx.x;
-  const bool draws = ctas > 1 && threadIdx.x < Plan::num_samples();
-  Plan plan(p, wave, list, index, shared.words[0], draws);
+  Selector<kRows> select = {p, shared, histograms, reinterpret_cast<float*>(histograms + kBins * ctas), ctas, cta};
+  float (&x)[kRows][kGroup] = select.x;
+  const int32_t forced_at = (cta + 1) * threads() - 1 - threadIdx.x;
+  // Which sample a thread draws, or -1. Where threads have several groups, registers are scarce, and what lane 31 reads
+  // for its warp's first windows has the place of a sample's window.
+  constexpr bool kShares = kPooled && kRows > 1;
+  int32_t drawn = kShares ? threadIdx.x - warp_of_thread() : threadIdx.x;
+  if (ctas == 1 || drawn >= Plan::num_samples() || (kShares && lane_of_thread() == 31)) drawn = -1;
+  Plan plan(p, wave, list, index, shared.words[0], drawn);
   float sample;
   constexpr int kGroupsOfLine = 32 / kGroup;
   if (plan.sample >= 0) prefetch(plan.scores + plan.sample);
-  if (lane_of_thread() % kGroupsOfLine == 0 && plan.origin + place >= 0 && plan.origin + place < plan.length) {
-    prefetch(plan.scores + plan.origin + place);
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    const int32_t position = plan.origin + select.place(row);
+    if (lane_of_thread() % kGroupsOfLine == 0 && position >= 0 && position < plan.length) {
+      prefetch(plan.scores + position);
+    }
   }
+  // Of the thread's scores and of a forced token: looked up beside the scores, for the end.
+  const bool by_bits = p.page_size > 0 && !(p.page_size & p.page_size - 1);
+  const bool may_be_in_page = by_bits && p.page_size >= kGroup;
+  const int page_bits = __popc(p.page_size - 1);
+  int32_t pages[kRows], forced_page;
+  const auto load_page = [&](int32_t column) {
+    return column < p.max_pages ? p.block_table[list.request * p.block_table_stride + column] : -1;
+  };
+  const auto forced_token = [&](const Quota& quota) {
+    return forced_at < quota.head ? forced_at : quota.end + forced_at - quota.head;
+  };
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
 #pragma unroll 1
   for (int turn = 0;; turn ^= 1) {
     // All loads before the first use of one.
     const Quota& quota = plan.quota;
-    const int32_t position = plan.origin + place;
+    const int32_t halo_at = plan.origin + select.place(0) - kRow;
     float halo[kGroup], sampled[kGroup];
-    if (plan.sample >= 0) {
+    if (kShares) {
+      const bool last = lane_of_thread() == 31;
+      if (last || plan.sample >= 0) load_group(sampled, plan.scores, last ? halo_at : plan.sample, plan.length);
+    } else if (plan.sample >= 0) {
       if (kPooled) {
         load_group(sampled, plan.scores, plan.sample, plan.length);
       } else {
         sampled[kGroup - 1] = plan.scores[plan.sample + kGroup - 1];
       }
     }
-    load_group(x, plan.scores, position, plan.length);
-    if (kPooled && lane_of_thread() == 31) load_group(halo, plan.scores, position - 32 * kGroup, plan.length);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      load_group(x[row], plan.scores, plan.origin + select.place(row), plan.length);
+    }
+    if (kPooled && !kShares && lane_of_thread() == 31) load_group(halo, plan.scores, halo_at, plan.length);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const int32_t place = select.place(row);
+      if (may_be_in_page && place < plan.length) pages[row] = load_page(place >> page_bits);
+    }
+    if (by_bits && forced_at < quota.head + quota.tail) forced_page = load_page(forced_token(quota) >> page_bits);
     if (threadIdx.x == 0) {
       const RequestWords current = request_words(p, list.request, load_current);
       shared.stale = differ(current, shared.words[turn]), shared.words[turn ^ 1] = current;
@@ -108,50 +144,64 @@ __global__ void __launch_bounds__(kThreads, 1)
       sample = sampled[kGroup - 1];
 #pragma unroll
       for (int m = 1; m <= kMostReach; ++m) {
-        if (kPooled && m <= p.pool_before) sample = fmaxf(sample, sampled[kGroup - 1 - m]);
+        if (kPooled && m <= reach) sample = fmaxf(sample, sampled[kGroup - 1 - m]);
       }
     }
-    uint32_t ranked = 0;  // bits
+    // The last row first, for its windows reach unpooled scores of the one before.
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      const bool counts = position + i >= quota.begin && position + i < quota.end && x[i] > negative_infinity();
-      ranked |= counts << i;
+    for (int row = kRows - 1; row >= 0; --row) {
+      const int32_t position = plan.origin + select.place(row);
+      constexpr uint32_t kAll = (1u << kGroup) - 1;
+      uint32_t ranked = kAll;  // bits
+      float sum = x[row][0];
+#pragma unroll
+      for (int i = 1; i < kGroup; ++i) sum += x[row][i];
+      if (!(position >= quota.begin && position + kGroup <= quota.end && sum > negative_infinity())) {
+        ranked = 0;
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          const bool counts =
+              position + i >= quota.begin && position + i < quota.end && x[row][i] > negative_infinity();
+          ranked |= counts << i;
+        }
+      }
+      if (kPooled) pool_windows(x[row], row > 0 ? x[larger(row - 1, 0)] : kShares ? sampled : halo, reach);
+      if (ranked != kAll) {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) x[row][i] = ranked >> i & 1 ? x[row][i] : negative_infinity();
+      }
     }
-    if (kPooled) pool_windows(x, halo, p.pool_before);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) x[i] = ranked >> i & 1 ? x[i] : negative_infinity();
-    if (ctas == 1) sample = x[kGroup - 1];
+    if (ctas == 1) sample = x[kRows / 2][kGroup - 1];
     select.note_extremes(sample);
     __syncthreads();
     if (!shared.stale) break;
     __syncthreads();
-    plan = Plan(p, wave, list, index, shared.words[turn ^ 1], draws);
+    plan = Plan(p, wave, list, index, shared.words[turn ^ 1], drawn);
   }
   const Quota quota = shared.quota;
-  // Looked up now, for the end: the slots of a forced token and of the thread's page.
-  int32_t page, forced;
-  const bool in_page = shared.origin == 0 && p.page_size >= kGroup && !(p.page_size & p.page_size - 1);
-  if (in_page && place < shared.length) page = slot_at(p, list.request, place >> __popc(p.page_size - 1), 0);
-  if (forced_at < quota.head + quota.tail) {
-    forced = written_for(p, list.request, forced_at < quota.head ? forced_at : quota.end + forced_at - quota.head);
-  }
+  const bool in_page = may_be_in_page && shared.origin == 0;
   uint32_t taken = 0;
   int32_t* const out = p.indices + (wave.first + index) * p.max_k;
   if (quota.free > 0) {
     const int32_t ranked = quota.end - quota.begin;
-    const int32_t samples = ctas > 1 ? Plan::num_samples() : smaller(ranked / kGroup, threads());
+    const int32_t samples = ctas > 1 ? Plan::num_samples() : smaller(ranked / (kRows * kGroup), threads());
     const Bins bins = select.bracket(sample, samples, __fdividef(quota.free, ranked));
     if (ctas > 1) await_cluster();
     taken = select.find_threshold(bins, quota.free);
-    select.write(list.request, in_page, page, out + quota.head);
+    select.write(list.request, in_page, pages, out + quota.head);
   } else if (ctas > 1) {
     await_cluster();
   }
 
   // Forced tokens, padding and the length, by the last threads first, which may have no scores.
   const int32_t forced_tokens = quota.head + quota.tail, count = forced_tokens + static_cast<int32_t>(taken);
-  const int32_t step = threads() << cluster_bits;
-  if (forced_at < forced_tokens) out[forced_at < quota.head ? forced_at : forced_at + taken] = forced;
+  const int32_t step = threads() * ctas;
+  if (forced_at < forced_tokens) {
+    const int32_t token = forced_token(quota);
+    asm volatile("" : "+r"(forced_page));  // nothing is computed from it early, which would await it
+    out[forced_at < quota.head ? forced_at : forced_at + taken] =
+        by_bits ? slot_of(p, forced_page, token & p.page_size - 1) : output_of(p, list.request, token);
+  }
 #pragma unroll 1
   for (int32_t i = forced_at + step; i < forced_tokens; i += step) {
     const int32_t token = i < quota.head ? i : quota.end + i - quota.head;

@@ -10,6 +10,7 @@ namespace vegas_ops::selection::hopper::resident {
 
 constexpr int kGroup = 8;  // neighbouring scores that are loaded, and pooled, together
 constexpr int kMostReach = kGroup - 1;
+constexpr int kMostRows = 3;  // of a warp's groups
 constexpr int kSampleBins = 128;
 
 // x[i] becomes the maximum of the last kReach + 1 scores before and at i. Those before are the previous lane's, and for
@@ -115,11 +116,15 @@ struct Bins {
     return bins;
   }
 
+  // A value's bin as a whole number from kUnit on; less than kUnit + 1 is not counted.
+  static constexpr float kUnit = 8388608;  // 2^23: a float's last bit counts 1 from here
+  __device__ __forceinline__ float position(float x) const { return fmaf(x - low, scale, kUnit + 1); }
+  __device__ __forceinline__ static uint32_t at_position(float position) {
+    return __float_as_uint(position) - __float_as_uint(kUnit);
+  }
   // 0 is not counted.
   __device__ __forceinline__ uint32_t of_value(float x) const {
-    constexpr float kUnit = 8388608;  // 2^23: a float's last bit counts 1 from here
-    const float at = fmaf(x - low, scale, kUnit + 1);
-    return __float_as_uint(fminf(fmaxf(at, kUnit), kUnit + kAbove)) - __float_as_uint(kUnit);
+    return at_position(fminf(fmaxf(position(x), kUnit), kUnit + kAbove));
   }
   __device__ __forceinline__ uint32_t of_key(float x) const {
     const uint32_t key = order_key(__float_as_uint(x));

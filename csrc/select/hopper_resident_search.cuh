@@ -49,36 +49,40 @@ struct alignas(16) Shared {
   uint32_t num_own;
   float threshold;
   uint32_t ties;  // of scores equal to the threshold, that are taken
+  bool all_ties;  // are taken
   uint32_t least;
   uint32_t most;
   uint32_t members;
 };
 
 // Then (ctas, kBins) counts that are received, and where a closer look is taken, the scores of all threads.
-__host__ __device__ constexpr int shared_bytes(int cluster_bits, int threads) {
-  return static_cast<int>(sizeof(Shared)) + (kBins * 4 << cluster_bits) + kGroup * 4 * threads;
+__host__ __device__ constexpr int shared_bytes(int ctas, int threads, int rows) {
+  return static_cast<int>(sizeof(Shared)) + kBins * 4 * ctas + kGroup * 4 * rows * threads;
 }
 
 // The cluster's search for the threshold of one list, and the writing of what beats it.
+template <int kRows>
 struct Selector {
   const VegasSelectParams& p;
   Shared& shared;
-  uint32_t* histograms;  // (ctas, kBins), received
-  float* kept;           // (kGroup, threads), for a closer look
-  uint32_t ctas;         // of the cluster
-  uint32_t cta;          // this one
-  float x[kGroup];       // the thread's scores, pooled; -inf where a place is not ranked
+  uint32_t* histograms;    // (ctas, kBins), received
+  float* kept;             // (kRows * kGroup, threads), for a closer look
+  uint32_t ctas;           // of the cluster
+  uint32_t cta;            // this one
+  float x[kRows][kGroup];  // the thread's scores, pooled; -inf where a place is not ranked
   uint32_t counts_sent = 0;
   uint32_t keys_sent = 0;
 
-  // Of the thread's first score.
-  __device__ __forceinline__ int32_t place() const { return (cta * threads() + threadIdx.x) * kGroup; }
+  // Of the thread's first score of a row: a warp's rows follow each other.
+  __device__ __forceinline__ int32_t place(int row) const {
+    return ((cta * warps() + warp_of_thread()) * kRows + row) * kRow + lane_of_thread() * kGroup;
+  }
 
   // Calls visit(score) for the thread's, in a short loop.
   template <class Visit>
   __device__ __forceinline__ void visit_kept(Visit visit) const {
 #pragma unroll 1
-    for (int i = 0; i < kGroup; ++i) visit(kept[i * threads() + threadIdx.x]);
+    for (int i = 0; i < kRows * kGroup; ++i) visit(kept[i * threads() + threadIdx.x]);
   }
 
   __device__ __forceinline__ bool alone() const { return ctas == 1; }
@@ -156,18 +160,18 @@ struct Selector {
     shared.count_mail.wait(counts_sent++, false);
   }
 
-  // Finds the bin of the rank-th score; 0 if there are fewer.
+  // Finds the bin of the rank-th score; 0 if there are fewer. What was counted in bin 0 does not count.
   __device__ __forceinline__ void locate(uint32_t rank) {
     const int lane = lane_of_thread(), warp = warp_of_thread();
     const uint32_t bin = kBins - 1 - threadIdx.x;
     uint32_t count = 0, earlier = 0, through = 0;
     if (threadIdx.x < kBins) {
       if (alone()) {
-        count = shared.histogram[bin];
+        count = bin ? shared.histogram[bin] : 0;
       } else {
 #pragma unroll 4
         for (uint32_t from = 0; from < ctas; ++from) {
-          const uint32_t theirs = histograms[kBins * from + bin];
+          const uint32_t theirs = bin ? histograms[kBins * from + bin] : 0;
           count += theirs;
           if (from < cta) earlier += theirs;
         }
@@ -219,7 +223,7 @@ struct Selector {
     }
     shared.key_mail.wait(keys_sent++, false);
     const uint32_t lane = lane_of_thread();
-    const Extremes from = shared.received[lane & (ctas - 1)];
+    const Extremes from = shared.received[min(lane, ctas - 1)];
     all.least = __reduce_min_sync(kAllLanes, from.least);
     all.most = __reduce_max_sync(kAllLanes, from.most);
     all.count = __reduce_add_sync(kAllLanes, lane < ctas ? from.count : 0);
@@ -238,10 +242,11 @@ struct Selector {
     __syncthreads();
     if (alone()) return;
     const uint32_t earlier = shared.earlier, cluster_bits = __popc(ctas - 1);
-    const uint32_t sent = shared.num_own << cluster_bits;
+    const uint32_t sent = shared.num_own * ctas;
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < sent; i += threads()) {
-      const uint32_t at = i >> cluster_bits, to = i & (ctas - 1);
+      // Clusters of other sizes than powers of two serve several rows alone.
+      const uint32_t at = kRows > 1 ? i / ctas : i >> cluster_bits, to = i - at * ctas;
       shared.key_mail.send(reinterpret_cast<uint32_t*>(shared.ranked) + earlier + at, to,
                            __float_as_uint(shared.own[at]), false);
     }
@@ -273,7 +278,7 @@ struct Selector {
     if (mine < count && (threadIdx.x & sharing - 1) == 0 && all_better < rank && rank <= all_better + all_equal) {
       // Equal scores write the same.
       shared.threshold = score;
-      shared.ties = rank - all_better;
+      shared.ties = rank - all_better, shared.all_ties = all_better + all_equal == rank;
       shared.equal = equal >> 16;
       shared.better_in_bin = better >> 16;
     }
@@ -282,23 +287,24 @@ struct Selector {
 
   // Returns how many are taken.
   __device__ __forceinline__ uint32_t find_threshold(const Bins& bins, uint32_t rank) {
+    // Those of bin 0 as well, for equal addresses of a warp take one addition, and branches take longer.
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      const uint32_t bin = bins.of_value(x[i]);
-      if (bin) atomicAdd(&shared.histogram[bin], 1u);
+    for (int i = 0; i < kRows * kGroup; ++i) {
+      atomicAdd(&shared.histogram[bins.of_value(x[i / kGroup][i % kGroup])], 1u);
     }
     exchange_counts();
     locate(rank);
     const uint32_t bin = shared.bin;
     if (bin == 0 || bin == kAbove || shared.count > kRanked) return look_closer(bins, rank);
+    const float sought = __uint_as_float(__float_as_uint(Bins::kUnit) + bin);
     uint32_t members = 0;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) members |= (bins.of_value(x[i]) == bin) << i;
+    for (int i = 0; i < kRows * kGroup; ++i) members |= (bins.position(x[i / kGroup][i % kGroup]) == sought) << i;
     if (members) {
       float* to = room_for(__popc(members));
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (members >> i & 1) *to++ = x[i];
+      for (int i = 0; i < kRows * kGroup; ++i) {
+        if (members >> i & 1) *to++ = x[i / kGroup][i % kGroup];
       }
     }
     exchange_scores();
@@ -343,7 +349,7 @@ struct Selector {
   // What the bin of the threshold holds is counted between its extremes, until few are left.
   __device__ __forceinline__ uint32_t look_closer(Bins bins, uint32_t rank) {
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) kept[i * threads() + threadIdx.x] = x[i];
+    for (int i = 0; i < kRows * kGroup; ++i) kept[i * threads() + threadIdx.x] = x[i / kGroup][i % kGroup];
     if (look_between_ends(bins)) return rank;
     do {
       const uint32_t within = shared.rank;
@@ -353,7 +359,7 @@ struct Selector {
       if (too_few || all.least == all.most) {
         if (threadIdx.x == 0) {
           shared.threshold = too_few ? -FLT_MAX : score_at(all.least);
-          shared.ties = too_few ? INT_MAX : within;
+          shared.ties = too_few ? INT_MAX : within, shared.all_ties = too_few || within == all.count;
           shared.equal = too_few ? 0 : earlier;
           shared.better_in_bin = 0;
           if (too_few) shared.better += earlier;
@@ -379,40 +385,76 @@ struct Selector {
     return rank;
   }
 
-  // Writes what is chosen: ascending, after what earlier CTAs write. `page` is the first slot of the thread's page, if
-  // all its places are in one.
-  __device__ __forceinline__ void write(int32_t request, bool in_page, int32_t page, int32_t* out) const {
-    const int lane = lane_of_thread(), warp = warp_of_thread();
-    const float threshold = shared.threshold;
-    const uint32_t ties = shared.ties;
-    uint32_t chosen = 0, equal = 0;  // bits
+  // Bit i for scores below or above a threshold: the sign of a difference says it, and that of NaN, of two infinities,
+  // is positive, as that of -0 - -0 and of 0 - -0.
+  __device__ __forceinline__ static uint32_t below(const float (&x)[kGroup], float threshold) {
+    uint32_t bits = 0;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      chosen |= (x[i] > threshold) << i;
-      equal |= (x[i] == threshold) << i;
+    for (int i = kGroup - 1; i >= 0; --i) bits = __funnelshift_l(__float_as_uint(x[i] - threshold), bits, 1);
+    return bits;
+  }
+  __device__ __forceinline__ static uint32_t above(const float (&x)[kGroup], float threshold) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = kGroup - 1; i >= 0; --i) bits = __funnelshift_l(__float_as_uint(threshold - x[i]), bits, 1);
+    return bits;
+  }
+
+  // Writes what is chosen: ascending, after what earlier CTAs write. `pages` are those of a thread's rows, if all
+  // places of a row are in one.
+  __device__ __forceinline__ void write(int32_t request, bool in_page, const int32_t (&pages)[kRows],
+                                        int32_t* out) const {
+    const int lane = lane_of_thread(), warp = warp_of_thread();
+    // Either zero is above or below nothing that equals it.
+    const float threshold = shared.threshold, upper = threshold == 0 ? 0.f : threshold,
+                lower = threshold == 0 ? -0.f : threshold;
+    const bool all_ties = shared.all_ties;
+    const uint32_t ties = shared.ties;
+    uint32_t chosen[kRows], equal[kRows];             // bits
+    uint32_t counts[kRows], through[kRows], all = 0;  // of ties, in the high half
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      chosen[row] = ~below(x[row], lower) & (1u << kGroup) - 1;
+      equal[row] = 0;
+      if (!all_ties) {
+        const uint32_t better = above(x[row], upper);
+        equal[row] = chosen[row] & ~better;
+        chosen[row] = better;
+      }
+      counts[row] = __popc(chosen[row]) + (__popc(equal[row]) << 16);
+      through[row] = warp_scan(counts[row]);
     }
-    // Of ties, in the high half.
-    const uint32_t counts = __popc(chosen) + (__popc(equal) << 16), through = warp_scan(counts);
-    if (lane == 31) shared.warp_sums[warp] = through;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const uint32_t of_row = __shfl_sync(kAllLanes, through[row], 31);
+      through[row] += all - counts[row];
+      all += of_row;
+    }
+    if (lane == 31) shared.warp_sums[warp] = all;
     __syncthreads();
     const uint32_t of_warps = __reduce_add_sync(kAllLanes, lane < warp ? shared.warp_sums[lane] : 0);
-    const uint32_t before = of_warps + through - counts, ties_before = shared.equal + (before >> 16);
-    if (ties_before + __popc(equal) <= ties) {
-      chosen |= equal;
-    } else {
-      for (uint32_t i = ties_before; i < ties; ++i) chosen |= equal & -equal, equal &= equal - 1;
-    }
-    out += shared.better + shared.better_in_bin + (before & 0xffff) + min(ties_before, ties);
-    const int32_t position = shared.origin + place();
-    if (in_page) {
-      const int32_t slot = page | (position & p.page_size - 1);
+    out += shared.better + shared.better_in_bin;
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (chosen >> i & 1) *out++ = slot | i;
+    for (int row = 0; row < kRows; ++row) {
+      const uint32_t before = of_warps + through[row], ties_before = shared.equal + (before >> 16);
+      uint32_t taken = chosen[row], left = equal[row];
+      if (ties_before + __popc(left) <= ties) {
+        taken |= left;
+      } else {
+        for (uint32_t i = ties_before; i < ties; ++i) taken |= left & -left, left &= left - 1;
       }
-    } else {
+      int32_t* to = out + (before & 0xffff) + min(ties_before, ties);
+      const int32_t position = shared.origin + place(row);
+      if (in_page) {
+        const int32_t first = slot_of(p, pages[row], 0), slot = first | (position & p.page_size - 1);
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          if (taken >> i & 1) *to++ = slot | i;
+        }
+      } else {
 #pragma unroll 1
-      for (; chosen; chosen &= chosen - 1) *out++ = written_for(p, request, position + __ffs(chosen) - 1);
+        for (; taken; taken &= taken - 1) *to++ = written_for(p, request, position + __ffs(taken) - 1);
+      }
     }
   }
 };
