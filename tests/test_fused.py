@@ -79,16 +79,25 @@ def test_linear_of_many_features(monkeypatch, multiprocessors, room, n_in, n_out
         test_linear(rows, n_in, n_out, kind, fixed)
 
 
-def test_tiles_of_a_wide_product():
-    """Every row of the weights in one tile, about as many in each block, and stages that fit."""
+@pytest.mark.parametrize(("multiprocessors", "room"), [(132, 227 << 10), (108, 163 << 10), (82, 99 << 10)])
+def test_tiles_of_a_wide_product(multiprocessors, room):
+    """As few waves as tiles of at most 192 rows allow, in each block as many of them; stages that fit."""
     for weight_rows in (6144, 4096, 24576, 19456, 151936, 50):
         for gated in (False, True):
             for rows in (1, 17, 64):
-                for multiprocessors, room in ((132, 227 << 10), (108, 163 << 10), (82, 99 << 10)):
-                    t = wide._tiles(rows, 4096, weight_rows, gated, multiprocessors, room)
-                    assert t.m >= rows or room < 100 << 10
-                    assert t.height % (8 if gated else 4) == 0
-                    assert t.stages * 2 * t.k * (64 * -(-t.height // 64) + t.m) <= room
+                t = wide._tiles(rows, 4096, weight_rows, gated, multiprocessors, room)
+                assert 4096 % t.k == 0 and t.stages >= 3
+                height = 64 * -(-t.height // 64)
+                assert 2 * t.k * t.stages * (height + t.m) <= room
+                if (t.height, t.k, t.stages) == (64, 64, 4) and room < 100 << 10:
+                    continue  # of too little memory for equal shares
+                assert t.m >= rows
+                unit = 8 if gated else 4
+                assert t.height % unit == 0 and 0 < t.height <= 192
+                waves = -(-weight_rows // (multiprocessors * 192))
+                blocks = multiprocessors * waves
+                assert blocks * t.height >= weight_rows, "blocks of another wave"
+                assert blocks * (t.height - unit) < weight_rows, "higher than equal shares are"
 
 
 @pytest.mark.parametrize("rows", [0, 1, 16, 33])
@@ -105,6 +114,9 @@ def test_a_norm_between_two_layers(monkeypatch, n_in, n_between, n_out, fixed, r
     norm = (1 + 0.1 * rand(n_between, seed=5)).to(DEVICE, DTYPE)
     between, scaled = fused.scaling_linear(x, first, residual.clone(), norm, fixed=fixed)
     assert torch.equal(between, fused.linear(x, first, residual=residual.clone(), fixed=fixed))
+    exact = residual.double() + x.double() @ first.double().t()
+    torch.testing.assert_close(between.double(), exact, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(scaled.rows, between * norm, rtol=0.002, atol=1e-4)
     torch.testing.assert_close(scaled.squares.sum(1), between.float().pow(2).sum(1), rtol=1e-5, atol=1e-5)
     for gated in (False, True):
         got = fused.linear(scaled, second, eps=EPS, gated=gated, fixed=fixed)
@@ -112,13 +124,28 @@ def test_a_norm_between_two_layers(monkeypatch, n_in, n_between, n_out, fixed, r
         torch.testing.assert_close(got, expected, rtol=0.01, atol=0.01)
 
 
-def test_a_row_does_not_depend_on_the_number_of_rows():
-    x, weight = rand(130, 256).to(DEVICE, DTYPE), rand(96, 256, seed=1).to(DEVICE, DTYPE)
-    norm = rand(256, seed=2).to(DEVICE, DTYPE)
+@pytest.mark.parametrize("least", [fused._WIDE, 0], ids=["small", "wide"])
+def test_a_row_does_not_depend_on_the_number_of_rows(monkeypatch, least):
+    monkeypatch.setattr(fused, "_WIDE", least)
+    x, weight = rand(130, 256).to(DEVICE, DTYPE), rand(128, 256, seed=1).to(DEVICE, DTYPE)
+    norm, next_norm = rand(256, seed=2).to(DEVICE, DTYPE), rand(128, seed=3).to(DEVICE, DTYPE)
+    residual, after = rand(130, 128, seed=4).to(DEVICE, DTYPE), rand(80, 128, seed=5).to(DEVICE, DTYPE)
     for options in ({}, {"norm": norm, "eps": EPS}, {"norm": norm, "eps": EPS, "gated": True}):
         whole = fused.linear(x, weight, fixed=True, **options)
         for rows in (1, 7, 64, 65):
             assert torch.equal(fused.linear(x[:rows], weight, fixed=True, **options), whole[:rows])
+    if least:
+        return
+
+    def scaling(rows: int) -> tuple[torch.Tensor, ...]:
+        before = residual[:rows].clone()
+        out, scaled = fused.scaling_linear(x[:rows], weight, before, next_norm, fixed=True)
+        behind = fused.linear(scaled, after, eps=EPS, fixed=True)
+        return out, *scaled, behind
+
+    whole = scaling(130)
+    for rows in (1, 7, 64, 65):
+        assert all(torch.equal(a, b[:rows]) for a, b in zip(scaling(rows), whole, strict=True))
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 2, 64), (6, 2, 16), (32, 8, 128)])

@@ -32,7 +32,7 @@ BLOCK_IN = 128  # input features of a step
 _ROOMY = 200 << 10  # bytes of shared memory that all tiles fit into
 _HELD = 128 << 10  # bytes of a tile that is held whole
 _ROTATED = 4  # heads of a thread block of `rotate`
-_WIDE = 2048  # input features from which on weights alone count (`wide`)
+_WIDE = 1280  # input features from which on weights alone count (`wide`)
 
 
 def available(x: Tensor) -> bool:
@@ -277,14 +277,14 @@ def _tiles(rows: int, n_in: int, n_out: int, gated: bool) -> _Tiles:
             return _Tiles(64, 128, 64, 8, 3)
         if n_out > 4096:
             return _Tiles(64, 64, BLOCK_IN, 4, 4)
-        if rows <= 64 and n_in <= 1280 and 2 * n_in * (16 + 32 * (1 + gated)) <= _HELD:
+        if rows <= 64 and 2 * n_in * (16 + 32 * (1 + gated)) <= _HELD:
             if gated and n_in % 512 == 0:
                 return _Tiles(16, 32, BLOCK_IN, 4, 3, held=True, chains=4)
             return _Tiles(16, 32, 512 if n_in % 512 == 0 else k, 4, 3, held=True)
         m = 32 if n_in <= 512 or gated or n_out > 1024 else 64
         return _Tiles(m, 32, k, 4, 3, held=n_in <= 512)
     n = 64 if n_out > 4096 else 32
-    if n_in > 1280 or 2 * n_in * (16 + n * (1 + gated)) > _HELD:
+    if 2 * n_in * (16 + n * (1 + gated)) > _HELD:
         return _Tiles(16, 32, k, 4, 3)
     return _Tiles(16, n, 512 if n_in % 512 == 0 else k, 4, 3, held=True)
 
@@ -328,7 +328,7 @@ def _rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     if rows:
         _norm_kernel[(rows,)](
             x, norm, out, x.stride(0), eps, N=n, BLOCK=triton.next_power_of_2(n),
-            num_warps=4 if n <= _WIDE else 8, **jit.launch_options(x.device),
+            num_warps=4 if n <= 2048 else 8, **jit.launch_options(x.device),
         )  # fmt: skip
     return out
 
