@@ -69,11 +69,12 @@ struct ResidentShape {
 
 using ResidentKernel = void (*)(VegasSelectParams, Wave, uint32_t);
 
+// Steps that the compiler knows, of three groups, would not fit into registers.
 ResidentKernel resident_kernel_for(int reach, int rows) {
   using namespace resident;
   constexpr ResidentKernel kKernels[3][kMostRows] = {
       {resident_kernel<kNone, 1>, resident_kernel<kNone, 2>, resident_kernel<kNone, 3>},
-      {resident_kernel<kLookAhead, 1>, resident_kernel<kLookAhead, 2>, resident_kernel<kLookAhead, 3>},
+      {resident_kernel<kLookAhead, 1>, resident_kernel<kLookAhead, 2>, resident_kernel<kAny, 3>},
       {resident_kernel<kAny, 1>, resident_kernel<kAny, 2>, resident_kernel<kAny, 3>}};
   return kKernels[reach == kNone ? 0 : reach == kLookAhead ? 1 : 2][rows - 1];
 }

@@ -10,6 +10,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cute/arch/copy_sm80.hpp>
+
 #include "select/hopper_resident_search.cuh"
 #include "select/wave.h"
 
@@ -74,16 +76,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < kSampleBins) shared.sample[threadIdx.x] = 0;
   if (ctas > 1) join_cluster();
   __syncthreads();
-  uint32_t* const histograms = reinterpret_cast<uint32_t*>(&shared + 1);
-  Selector<kRows> select = {p, shared, histograms, reinterpret_cast<float*>(histograms + kBins * ctas), ctas, cta};
+  Selector<kRows> select = {p, shared, reinterpret_cast<uint32_t*>(&shared + 1), ctas, cta};
   float (&x)[kRows][kGroup] = select.x;
-  const int32_t forced_at = (cta + 1) * threads() - 1 - threadIdx.x;
+  const auto forced_at = [&] { return static_cast<int32_t>((cta + 1) * threads() - 1 - threadIdx.x); };
   // Which sample a thread draws, or -1. Where threads have several groups, registers are scarce, and what lane 31 reads
   // for its warp's first windows has the place of a sample's window.
-  constexpr bool kShares = kPooled && kRows > 1;
-  int32_t drawn = kShares ? threadIdx.x - warp_of_thread() : threadIdx.x;
-  if (ctas == 1 || drawn >= Plan::num_samples() || (kShares && lane_of_thread() == 31)) drawn = -1;
-  Plan plan(p, wave, list, index, shared.words[0], drawn);
+  constexpr bool kShares = kPooled && (kRows > 1 || kReach == kAny);
+  float* const staged = select.kept() + kGroup * threadIdx.x;
+  const auto drawn = [&] {
+    const int32_t sample = kShares ? threadIdx.x - warp_of_thread() : threadIdx.x;
+    return ctas == 1 || sample >= Plan::num_samples() || (kShares && lane_of_thread() == 31) ? -1 : sample;
+  };
+  Plan plan(p, wave, list, index, shared.words[0], drawn());
   float sample;
   constexpr int kGroupsOfLine = 32 / kGroup;
   if (plan.sample >= 0) prefetch(plan.scores + plan.sample);
@@ -98,12 +102,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool by_bits = p.page_size > 0 && !(p.page_size & p.page_size - 1);
   const bool may_be_in_page = by_bits && p.page_size >= kGroup;
   const int page_bits = __popc(p.page_size - 1);
-  int32_t pages[kRows], forced_page;
-  const auto load_page = [&](int32_t column) {
-    return column < p.max_pages ? p.block_table[list.request * p.block_table_stride + column] : -1;
+  // By copies that take no register: those are scarce where threads have several groups.
+  const auto load_page = [&](int row, int32_t column) {
+    if (column < p.max_pages) {
+      cute::SM80_CP_ASYNC_CACHEALWAYS<int32_t>::copy(p.block_table[list.request * p.block_table_stride + column],
+                                                     *select.page(row));
+    } else {
+      *select.page(row) = -1;
+    }
   };
   const auto forced_token = [&](const Quota& quota) {
-    return forced_at < quota.head ? forced_at : quota.end + forced_at - quota.head;
+    return forced_at() < quota.head ? forced_at() : quota.end + forced_at() - quota.head;
   };
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
@@ -115,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     float halo[kGroup], sampled[kGroup];
     if (kShares) {
       const bool last = lane_of_thread() == 31;
-      if (last || plan.sample >= 0) load_group(sampled, plan.scores, last ? halo_at : plan.sample, plan.length);
+      if (last || plan.sample >= 0) stage_group(staged, plan.scores, last ? halo_at : plan.sample, plan.length);
     } else if (plan.sample >= 0) {
       if (kPooled) {
         load_group(sampled, plan.scores, plan.sample, plan.length);
@@ -131,20 +140,23 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const int32_t place = select.place(row);
-      if (may_be_in_page && place < plan.length) pages[row] = load_page(place >> page_bits);
+      if (may_be_in_page && place < plan.length) load_page(row, place >> page_bits);
     }
-    if (by_bits && forced_at < quota.head + quota.tail) forced_page = load_page(forced_token(quota) >> page_bits);
+    if (by_bits && forced_at() < quota.head + quota.tail) load_page(kRows, forced_token(quota) >> page_bits);
     if (threadIdx.x == 0) {
       const RequestWords current = request_words(p, list.request, load_current);
       shared.stale = differ(current, shared.words[turn]), shared.words[turn ^ 1] = current;
       shared.quota = quota, shared.origin = plan.origin, shared.length = plan.length;  // registers are scarce
+      shared.in_page = may_be_in_page && plan.origin == 0;
     }
     sample = negative_infinity();
-    if (plan.sample >= 0 && sampled[kGroup - 1] > negative_infinity()) {
-      sample = sampled[kGroup - 1];
+    if (kShares) cute::cp_async_wait<0>();
+    const float* const drawn_from = kShares ? staged : sampled;
+    if (plan.sample >= 0 && drawn_from[kGroup - 1] > negative_infinity()) {
+      sample = drawn_from[kGroup - 1];
 #pragma unroll
       for (int m = 1; m <= kMostReach; ++m) {
-        if (kPooled && m <= reach) sample = fmaxf(sample, sampled[kGroup - 1 - m]);
+        if (kPooled && m <= reach) sample = fmaxf(sample, drawn_from[kGroup - 1 - m]);
       }
     }
     // The last row first, for its windows reach unpooled scores of the one before.
@@ -165,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           ranked |= counts << i;
         }
       }
-      if (kPooled) pool_windows(x[row], row > 0 ? x[larger(row - 1, 0)] : kShares ? sampled : halo, reach);
+      if (kPooled) pool_windows(x[row], row > 0 ? x[larger(row - 1, 0)] : kShares ? staged : halo, reach);
       if (ranked != kAll) {
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) x[row][i] = ranked >> i & 1 ? x[row][i] : negative_infinity();
@@ -175,11 +187,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     select.note_extremes(sample);
     __syncthreads();
     if (!shared.stale) break;
+    cute::cp_async_wait<0>();  // others go to the same places
     __syncthreads();
-    plan = Plan(p, wave, list, index, shared.words[turn ^ 1], drawn);
+    plan = Plan(p, wave, list, index, shared.words[turn ^ 1], drawn());
   }
   const Quota quota = shared.quota;
-  const bool in_page = may_be_in_page && shared.origin == 0;
   uint32_t taken = 0;
   int32_t* const out = p.indices + (wave.first + index) * p.max_k;
   if (quota.free > 0) {
@@ -188,7 +200,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Bins bins = select.bracket(sample, samples, __fdividef(quota.free, ranked));
     if (ctas > 1) await_cluster();
     taken = select.find_threshold(bins, quota.free);
-    select.write(list.request, in_page, pages, out + quota.head);
+    cute::cp_async_wait<0>();
+    select.write(list.request, shared.in_page, out + quota.head);
   } else if (ctas > 1) {
     await_cluster();
   }
@@ -196,20 +209,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Forced tokens, padding and the length, by the last threads first, which may have no scores.
   const int32_t forced_tokens = quota.head + quota.tail, count = forced_tokens + static_cast<int32_t>(taken);
   const int32_t step = threads() * ctas;
-  if (forced_at < forced_tokens) {
+  if (forced_at() < forced_tokens) {
     const int32_t token = forced_token(quota);
-    asm volatile("" : "+r"(forced_page));  // nothing is computed from it early, which would await it
-    out[forced_at < quota.head ? forced_at : forced_at + taken] =
-        by_bits ? slot_of(p, forced_page, token & p.page_size - 1) : output_of(p, list.request, token);
+    cute::cp_async_wait<0>();
+    out[forced_at() < quota.head ? forced_at() : forced_at() + taken] =
+        by_bits ? slot_of(p, *select.page(kRows), token & p.page_size - 1) : output_of(p, list.request, token);
   }
 #pragma unroll 1
-  for (int32_t i = forced_at + step; i < forced_tokens; i += step) {
+  for (int32_t i = forced_at() + step; i < forced_tokens; i += step) {
     const int32_t token = i < quota.head ? i : quota.end + i - quota.head;
     out[i < quota.head ? i : i + taken] = written_for(p, list.request, token);
   }
 #pragma unroll 1
-  for (int32_t i = count + forced_at; i < p.max_k; i += step) out[i] = -1;
-  if (forced_at == 0) p.topk_length[wave.first + index] = count;
+  for (int32_t i = count + forced_at(); i < p.max_k; i += step) out[i] = -1;
+  if (forced_at() == 0) p.topk_length[wave.first + index] = count;
 }
 
 }  // namespace vegas_ops::selection::hopper::resident

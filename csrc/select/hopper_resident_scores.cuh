@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 #include <float.h>
 
+#include <cute/arch/copy_sm80.hpp>
+
 #include "select/hopper_bracket.cuh"
 
 namespace vegas_ops::selection::hopper::resident {
@@ -16,7 +18,7 @@ constexpr int kSampleBins = 128;
 // x[i] becomes the maximum of the last kReach + 1 scores before and at i. Those before are the previous lane's, and for
 // lane 0 the halo, which lane 31 has.
 template <int kReach>
-__device__ __forceinline__ void pool(float (&x)[kGroup], const float (&halo)[kGroup]) {
+__device__ __forceinline__ void pool(float (&x)[kGroup], const float* halo) {
   const int lane = lane_of_thread();
   float tail[kGroup];  // maxima of the last m scores
   float before_warp = halo[kGroup - 1];
@@ -61,7 +63,7 @@ __device__ __forceinline__ void pool(float (&x)[kGroup], const float (&halo)[kGr
 }
 
 // The same for a reach of 1 to kMostReach.
-__device__ __forceinline__ void pool_windows(float (&x)[kGroup], const float (&halo)[kGroup], int reach) {
+__device__ __forceinline__ void pool_windows(float (&x)[kGroup], const float* halo, int reach) {
   switch (reach) {
     case 1:
       return pool<1>(x, halo);
@@ -91,6 +93,22 @@ __device__ __forceinline__ void load_group(float (&x)[kGroup], const float* scor
     for (int i = 0; i < kGroup; ++i) {
       x[i] = position + i >= 0 && position + i < length ? scores[position + i] : negative_infinity();
     }
+  }
+}
+
+// The same into shared memory, by copies that take no register.
+__device__ __forceinline__ void stage_group(float* to, const float* scores, int32_t position, int32_t length) {
+  if (position >= 0 && position + kGroup <= length) {
+    const cute::uint128_t* from = reinterpret_cast<const cute::uint128_t*>(scores + position);
+#pragma unroll
+    for (int i = 0; i < kGroup / 4; ++i) {
+      cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(from[i], reinterpret_cast<cute::uint128_t*>(to)[i]);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < kGroup; ++i) {
+    to[i] = position + i >= 0 && position + i < length ? scores[position + i] : negative_infinity();
   }
 }
 

@@ -36,6 +36,7 @@ struct alignas(16) Shared {
   Quota quota;
   int32_t origin;  // position of the first place, whose score is at a multiple of 32 bytes
   int32_t length;  // of what is read
+  bool in_page;    // all places of a row are in one page
   float bracket_low;
   float bracket_high;
   float scale;
@@ -55,9 +56,10 @@ struct alignas(16) Shared {
   uint32_t members;
 };
 
-// Then (ctas, kBins) counts that are received, and where a closer look is taken, the scores of all threads.
+// Then (ctas, kBins) counts that are received, where a closer look is taken the scores of all threads, and the pages of
+// a thread's rows and of a forced token.
 __host__ __device__ constexpr int shared_bytes(int ctas, int threads, int rows) {
-  return static_cast<int>(sizeof(Shared)) + kBins * 4 * ctas + kGroup * 4 * rows * threads;
+  return static_cast<int>(sizeof(Shared)) + kBins * 4 * ctas + (kGroup * rows + rows + 1) * 4 * threads;
 }
 
 // The cluster's search for the threshold of one list, and the writing of what beats it.
@@ -66,7 +68,6 @@ struct Selector {
   const VegasSelectParams& p;
   Shared& shared;
   uint32_t* histograms;    // (ctas, kBins), received
-  float* kept;             // (kRows * kGroup, threads), for a closer look
   uint32_t ctas;           // of the cluster
   uint32_t cta;            // this one
   float x[kRows][kGroup];  // the thread's scores, pooled; -inf where a place is not ranked
@@ -78,11 +79,18 @@ struct Selector {
     return ((cta * warps() + warp_of_thread()) * kRows + row) * kRow + lane_of_thread() * kGroup;
   }
 
+  // (kRows * kGroup, threads), for a closer look.
+  __device__ __forceinline__ float* kept() const { return reinterpret_cast<float*>(histograms + kBins * ctas); }
+  // Of a row of the thread, or of its forced token.
+  __device__ __forceinline__ int32_t* page(int row) const {
+    return reinterpret_cast<int32_t*>(kept()) + (kRows * kGroup + row) * threads() + threadIdx.x;
+  }
+
   // Calls visit(score) for the thread's, in a short loop.
   template <class Visit>
   __device__ __forceinline__ void visit_kept(Visit visit) const {
 #pragma unroll 1
-    for (int i = 0; i < kRows * kGroup; ++i) visit(kept[i * threads() + threadIdx.x]);
+    for (int i = 0; i < kRows * kGroup; ++i) visit(kept()[i * threads() + threadIdx.x]);
   }
 
   __device__ __forceinline__ bool alone() const { return ctas == 1; }
@@ -192,6 +200,14 @@ struct Selector {
         if (lane == 0 && better) atomicAdd(&shared.better, better);
       }
     }
+    __syncthreads();
+  }
+
+  // Counts begin anew. The address is found anew, too: known since the launch began, it would take a register.
+  __device__ __forceinline__ void clear_histogram() const {
+    uint32_t bin = threadIdx.x;
+    asm volatile("" : "+r"(bin));
+    if (bin < kBins) shared.histogram[bin] = 0;
     __syncthreads();
   }
 
@@ -325,8 +341,7 @@ struct Selector {
     } else {
       synchronize_cluster();
     }
-    if (threadIdx.x < kBins) shared.histogram[threadIdx.x] = 0;
-    __syncthreads();
+    clear_histogram();
     visit_kept([&](float x) {
       if (bins.of_value(x) == bin) atomicAdd(&shared.histogram[closer.of_key_within(x)], 1u);
     });
@@ -349,7 +364,7 @@ struct Selector {
   // What the bin of the threshold holds is counted between its extremes, until few are left.
   __device__ __forceinline__ uint32_t look_closer(Bins bins, uint32_t rank) {
 #pragma unroll
-    for (int i = 0; i < kRows * kGroup; ++i) kept[i * threads() + threadIdx.x] = x[i / kGroup][i % kGroup];
+    for (int i = 0; i < kRows * kGroup; ++i) kept()[i * threads() + threadIdx.x] = x[i / kGroup][i % kGroup];
     if (look_between_ends(bins)) return rank;
     do {
       const uint32_t within = shared.rank;
@@ -368,8 +383,7 @@ struct Selector {
         return too_few ? rank - within + all.count : rank;
       }
       bins = Bins::of_keys(all.least, all.most);
-      for (int i = threadIdx.x; i < kBins; i += threads()) shared.histogram[i] = 0;
-      __syncthreads();
+      clear_histogram();
       visit_kept([&](float x) {
         const uint32_t bin = bins.of_key(x);
         if (bin) atomicAdd(&shared.histogram[bin], 1u);
@@ -400,10 +414,8 @@ struct Selector {
     return bits;
   }
 
-  // Writes what is chosen: ascending, after what earlier CTAs write. `pages` are those of a thread's rows, if all
-  // places of a row are in one.
-  __device__ __forceinline__ void write(int32_t request, bool in_page, const int32_t (&pages)[kRows],
-                                        int32_t* out) const {
+  // Writes what is chosen: ascending, after what earlier CTAs write. `in_page`: all places of a row are in its page.
+  __device__ __forceinline__ void write(int32_t request, bool in_page, int32_t* out) const {
     const int lane = lane_of_thread(), warp = warp_of_thread();
     // Either zero is above or below nothing that equals it.
     const float threshold = shared.threshold, upper = threshold == 0 ? 0.f : threshold,
@@ -446,7 +458,7 @@ struct Selector {
       int32_t* to = out + (before & 0xffff) + min(ties_before, ties);
       const int32_t position = shared.origin + place(row);
       if (in_page) {
-        const int32_t first = slot_of(p, pages[row], 0), slot = first | (position & p.page_size - 1);
+        const int32_t first = slot_of(p, *page(row), 0), slot = first | (position & p.page_size - 1);
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
           if (taken >> i & 1) *to++ = slot | i;
