@@ -49,11 +49,12 @@ struct alignas(16) Shared {
   uint32_t equal;          // to the threshold
   uint32_t num_own;
   float threshold;
-  uint32_t ties;  // of scores equal to the threshold, that are taken
-  bool all_ties;  // are taken
-  uint32_t least;
+  uint32_t ties;               // of scores equal to the threshold, that are taken
+  bool all_ties;               // are taken
+  alignas(16) uint32_t least;  // read at once with the next two, and with nothing that others write meanwhile
   uint32_t most;
   uint32_t members;
+  uint32_t unused;
 };
 
 // Then (ctas, kBins) counts that are received, where a closer look is taken the scores of all threads, and the pages of
