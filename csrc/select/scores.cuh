@@ -92,9 +92,18 @@ __device__ __forceinline__ void take_turn() {
 #endif
 }
 
+// CTAs of a multiprocessor that registers suffice for; with a fourth the compiler spills from sm_100 on.
+constexpr int sum_ctas(int wanted) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return wanted < 3 ? wanted : 3;
+#else
+  return wanted;
+#endif
+}
+
 // The sums of a wave's lists, to `rows` (lists, row_stride) or, where that is NULL, to p.sums.
 template <class T, int kCtas>
-__global__ void __launch_bounds__(kScoreThreads, kCtas)
+__global__ void __launch_bounds__(kScoreThreads, sum_ctas(kCtas))
     sum_kernel(const __grid_constant__ VegasSelectParams p, const Wave wave, float* rows) {
   __shared__ float norms[kNorms];
   const int32_t index = blockIdx.x / wave.ctas;
