@@ -41,20 +41,20 @@ clean:
 	rm -rf build $(VENV) $(VENV)-vllm vegas_ops/*.so
 
 $(VENV)/.torch: tools/environment.sh
-	@echo "Setting up $(VENV): torch and what it needs"
-	tools/environment.sh $(VENV) $(PYTHON)
-	touch $@
+	@echo "Setting up $(VENV): torch and what it needs (PyPI's for Linux is the CUDA build, gigabytes: minutes)"
+	@tools/environment.sh $(VENV) $(PYTHON)
+	@touch $@
 
+# CUDACXX: nvcc from PyPI, where tools/environment.sh has just installed one.
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
-	@echo "Building and installing vegas_ops: a minute, with CUDA kernels for all architectures several"
-	# nvcc from PyPI, where tools/environment.sh has just installed one
-	for cuda in $(abspath $(VENV))/lib/python3*/site-packages/nvidia/cu13; do \
+	@echo "Building and installing vegas_ops: a minute or two, with CUDA kernels for all architectures many"
+	@for cuda in $(abspath $(VENV))/lib/python3*/site-packages/nvidia/cu13; do \
 	  if [ -z "$$CUDACXX" ] && [ -x "$$cuda/bin/nvcc" ]; then \
 	    export CUDACXX="$$cuda/bin/nvcc" LIBRARY_PATH="$$cuda/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}"; \
 	  fi; \
 	done; \
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --editable ".[test]"
-	touch $@
+	@touch $@
 
 $(VENV)-vllm/.installed: tools/vllm_environment.sh $(SOURCES) $(shell find vegas_ops -name '*.py')
 	@echo "Setting up $(VENV)-vllm: vLLM for CPUs, and vegas_ops for it: some minutes"
