@@ -510,6 +510,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "min_tokens": (refused(min_tokens=True), "`min_tokens` must be an integer, got True"),
     "ratio": (refused(ratio=2.0), "`ratio` must be in"),
     "ratio's type": (refused(ratio="x"), "`ratio` must be a number, got 'x'"),
+    "prompt's length": (
+        refused(inputs=torch.full((1, 3000), 5), attention_mask=torch.ones(1, 3000)),
+        "`inputs` must be shorter than the model's context of 2048 tokens, got 3000",
+    ),
     "length": (refused(max_new_tokens=10**5), "`max_new_tokens` must be at most .* got 100000"),
     "stop strings": (refused(stop_strings=["x"]), "`tokenizer` must be given"),
 }  # fmt: skip

@@ -87,10 +87,11 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         highlight=False,
         soft_wrap=True,
     )
-    if model.device.type == "cpu" and "OMP_WAIT_POLICY" not in os.environ and _others() > BUSY:
+    if model.device.type == "cpu" and _others() > BUSY:
+        spinning = "" if "OMP_WAIT_POLICY" in os.environ else ", or set OMP_WAIT_POLICY=passive"
         console.print(
-            "Other programs use the cores. OpenMP's threads spin while they wait for each other, which then "
-            "takes many times as long: stop them, or set OMP_WAIT_POLICY=passive.",
+            "Other programs use the cores, and OpenMP's threads wait for each other: all takes many times as "
+            f"long, and speeds cannot be compared. Stop them{spinning}.",
             style="yellow",
         )
     # Both start from the pages of one and the same prompt.

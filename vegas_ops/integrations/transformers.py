@@ -464,9 +464,13 @@ def _check_length(config: Any, prompt: int, max_new_tokens: int) -> None:
     for rope in rope_parameters(getattr(config, "rope_parameters", None)):  # longer by YaRN, for one
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         context = max(context, int((rope.get("factor") or 1) * original))
+    if prompt >= context:
+        raise ValueError(
+            f"`inputs` must be shorter than the model's context of {context} tokens, got {prompt}"
+        )
     if prompt + max_new_tokens > context:
         raise ValueError(
-            f"`max_new_tokens` must be at most {max(context - prompt, 0)}, what the model's context of "
+            f"`max_new_tokens` must be at most {context - prompt}, what the model's context of "
             f"{context} tokens leaves behind a prompt of {prompt}, got {max_new_tokens}"
         )
 
