@@ -304,16 +304,36 @@ def test_case_080_nan_in_a_draft_row_alone_is_harmless(model):
             assert output == plain(model, prompt_of(9), 20)
 
 
-def test_case_082_nothing_is_read_before_the_first_request():
-    """A prefix array was read at -1 for request 0. Ragged rows are indexed from their own start:
-    a first request without drafts gets its own row, whatever lies in the padding."""
+def within(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """The same values, amid memory that holds `value` before the first and after the last."""
+    size = tensor.numel()
+    whole = torch.full((3 * size,), value).to(tensor.dtype)
+    return whole[size : 2 * size].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("around", (0.0, 1.0, 7.0, -1.0, 1e9))
+def test_case_082_nothing_is_read_before_the_first_request(around):
+    """A prefix array was read at -1 for request 0. Ragged rows are indexed from their own start: a first
+    request without drafts gets its own row, whatever lies in the padding and before it in memory."""
     logits = torch.zeros(3, 4, 8)
     logits[0, 0, 5] = logits[1, 0, 6] = logits[1, 1, 2] = logits[2, 0, 1] = 1.0
     logits[0, 1:] = math.nan
-    drafts = torch.tensor([[999, 999, 999], [6, 999, 999], [3, 3, 3]])
-    result = accept_greedy(drafts, torch.tensor([0, 1, 3]), logits)
-    assert result.tokens.tolist() == [[5, -1, -1, -1], [6, 2, -1, -1], [1, -1, -1, -1]]
+    drafts = within(torch.tensor([[999, 999, 999], [6, 999, 999], [3, 3, 3]]), around)
+    num_drafts = within(torch.tensor([0, 1, 3]), around)
+    result = accept_greedy(drafts, num_drafts, within(logits, around))
+    expected = [[5, -1, -1, -1], [6, 2, -1, -1], [1, -1, -1, -1]]
+    assert result.tokens.tolist() == expected and result.num_accepted.tolist() == [0, 1, 0]
     assert not result.failed.any()
+    # The same drafts and rows, sampled: distributions of one token each.
+    target = within(logits.nan_to_num(0.0), around)
+    draft = torch.zeros(3, 3, 8)
+    draft[1, 0, 6] = draft[2, :, 3] = 1.0
+    drafts[drafts == 999] = 0  # an index of both distributions
+    u_accept, u_emit = torch.full((3, 3), 0.5), torch.full((3,), 0.5)
+    result = accept_sampled(
+        drafts, num_drafts, within(draft, around), target, within(u_accept, around), within(u_emit, around)
+    )
+    assert result.tokens.tolist() == expected and result.num_accepted.tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

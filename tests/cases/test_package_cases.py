@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -61,14 +62,32 @@ def fake_nvcc(folder: Path, release: str) -> str:
     return str(nvcc)
 
 
+def test_case_045_no_launch_goes_unasked() -> None:
+    """Every CUDA call of the host has its result used; kernels that `<<<` launches leave theirs to
+    cudaGetLastError, which their file asks after the last of them."""
+    launching = 0
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.suffix not in (".h", ".cuh", ".cu", ".cpp"):
+            continue
+        text = re.sub(r"//.*", "", path.read_text())
+        called = re.findall(r"[;{})]\s*((?:cuda[A-Z]|cu[A-Z]|launch_dependent)\w*)\s*(?:<[^;{}]*>)?\(", text)
+        # On the device; and what clears an error that was seen.
+        on_device = {"cudaGridDependencySynchronize", "cudaTriggerProgrammaticLaunchCompletion"}
+        assert set(called) <= on_device | {"cudaGetLastError"}, path
+        if "<<<" in text:
+            launching += 1
+            assert re.search(r"(=|return) cudaGetLastError\(\)", text[text.rindex("<<<") :]), path
+    assert launching >= 4
+
+
 def test_case_097_import_needs_no_prior_torch() -> None:
     result = run_python("import vegas_ops, sys; assert 'torch' in sys.modules; print(vegas_ops.__version__)")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == vegas_ops.__version__
 
 
-def import_without_binaries(folder: Path) -> str:
-    """The last line of what importing the package's sources in a folder says."""
+def import_without_binaries(folder: Path) -> list[str]:
+    """What importing the package's sources in a folder says, which has no binaries of ours, line by line."""
     ignore = shutil.ignore_patterns("*.so", "data", "__pycache__")
     shutil.copytree(PACKAGE, folder / "vegas_ops", ignore=ignore, dirs_exist_ok=True)
     result = subprocess.run(
@@ -79,18 +98,50 @@ def import_without_binaries(folder: Path) -> str:
         cwd=folder,
     )
     assert result.returncode != 0
-    return result.stderr.strip().splitlines()[-1]
+    return result.stderr.strip().splitlines()
 
 
 def test_case_097_binary_that_does_not_load_names_both_versions(tmp_path: Path) -> None:
     (tmp_path / "vegas_ops").mkdir()
     (tmp_path / "vegas_ops" / "libvegas_torch.so").write_bytes(b"not a library")
-    last = import_without_binaries(tmp_path)
+    last = import_without_binaries(tmp_path)[-1]
     assert f"torch {torch.__version__}" in last and "2.10 or newer" in last
 
 
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+@pytest.mark.parametrize("missing", ("symbol", "library"))
+def test_case_097_binary_for_another_torch_names_both_versions(tmp_path: Path, missing: str) -> None:
+    """It lacks a symbol, as of another torch's C++ interface, or a library."""
+    folder = tmp_path / "vegas_ops"
+    folder.mkdir()
+    calls = "extern void _ZN3c105ErrorC1Ev(void); void f(void) { _ZN3c105ErrorC1Ev(); }"
+    build = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o"]
+    if missing == "symbol":
+        subprocess.run([*build, folder / "libvegas_torch.so"], input=calls, text=True, check=True)
+    else:
+        subprocess.run([*build, tmp_path / "libgone.so"], input="void g(void) {}", text=True, check=True)
+        needs = ["-Wl,--no-as-needed", f"-L{tmp_path}", "-lgone"]
+        subprocess.run([*build, folder / "libvegas_torch.so", *needs], input="", text=True, check=True)
+        (tmp_path / "libgone.so").unlink()
+    said = import_without_binaries(tmp_path)
+    assert f"torch {torch.__version__}" in said[-1] and "2.10 or newer" in said[-1]
+    assert ("_ZN3c105ErrorC1Ev" if missing == "symbol" else "libgone.so") in "\n".join(said)
+
+
+@pytest.mark.skipif(not shutil.which("nm"), reason="needs nm")
+def test_case_097_binary_uses_the_stable_interface_alone() -> None:
+    """Of torch only C functions, which other versions have as well: no C++ symbol of its namespaces."""
+    library = PACKAGE / "libvegas_torch.so"
+    listed = subprocess.run(
+        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+    )
+    names = {line.split()[-1].split("@")[0] for line in listed.stdout.splitlines()}
+    assert any(name.startswith("aoti_torch_") for name in names)
+    assert not [name for name in names if re.match(r"_Z\w*?\d(at|c10|torch|caffe2)\d?\w*", name)]
+
+
 def test_sources_that_were_not_built_say_what_to_do(tmp_path: Path) -> None:
-    last = import_without_binaries(tmp_path)
+    last = import_without_binaries(tmp_path)[-1]
     assert f"{tmp_path / 'vegas_ops'} has no libvegas_torch.so" in last
     assert "`pip install --editable .`" in last and "start Python in another folder" in last
 
@@ -178,25 +229,62 @@ def test_case_100_container_limit_counts(setup_py: ModuleType, tmp_path: Path) -
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.parametrize("architectures", ["90", None])
-def test_case_101_configures_for_cuda_without_a_gpu(tmp_path: Path, architectures: str | None) -> None:
+@pytest.mark.parametrize("architectures", ["90", "80;89", None])
+def test_case_101_and_106_builds_for_cuda_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architectures: str | None
+) -> None:
+    """For the architectures that are named, or all of them: nobody asks for the GPU of this machine. Without
+    sm_90 among them nothing of the Hopper kernels is compiled or called."""
+    asked = tmp_path / "asked"
+    for tool in ("nvidia-smi", "__nvcc_device_query", "nvidia-detector"):
+        (tmp_path / tool).write_text(f"#!/bin/sh\ntouch {asked}\nexit 9\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     cutlass = tmp_path / "cutlass"
     (cutlass / "cutlass").mkdir(parents=True)
     (cutlass / "cutlass" / "cutlass.h").touch()
-    import pybind11
-
+    build = tmp_path / "build"
     command = [
-        "cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(tmp_path / "build"), "-DVEGAS_CUDA=ON",
-        f"-DVEGAS_CUTLASS_DIR={cutlass}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-        f"-DPython_EXECUTABLE={sys.executable}",
+        "cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build), "-DVEGAS_CUDA=ON", "-DVEGAS_PYTHON=OFF",
+        f"-DVEGAS_CUTLASS_DIR={cutlass}",
     ]  # fmt: skip
     if architectures:
         command.append(f"-DVEGAS_CUDA_ARCHITECTURES={architectures}")
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    compiled = (tmp_path / "build" / "compile_commands.json").read_text()
-    assert "sm_90" in compiled
-    assert ("sm_80" in compiled) == (architectures is None)
+    default = re.search(r'VEGAS_CUDA_ARCHITECTURES "([\d;]+)"', (ROOT / "CMakeLists.txt").read_text())
+    assert default and {"80", "86", "89"} <= set(default[1].split(";"))
+    named = set((architectures or default[1]).split(";"))
+    hopper = {"90a"} if "90" in named else set()
+    files = json.loads((build / "compile_commands.json").read_text())
+    for one in files:
+        built_for = set(re.findall(r"sm_(\w+)", one["command"]))
+        if one["file"].endswith(".cu"):
+            is_hopper = Path(one["file"]).name.startswith("hopper")
+            assert built_for == (hopper if is_hopper else named), one["file"]
+        assert "-DVEGAS_WITH_CUDA" not in one["command"] or ("-DVEGAS_WITH_HOPPER" in one["command"]) == bool(
+            hopper
+        )
+    names = {Path(one["file"]).name for one in files}
+    assert ("hopper_bf16.cu" in names) == bool(hopper) and "portable_bf16.cu" in names
+    if architectures is None:
+        objects = [one["output"] for one in files if one["file"].endswith("hopper_device.cu")]
+        made = subprocess.run(
+            ["cmake", "--build", str(build), "--target", *objects], capture_output=True, text=True
+        )
+        assert made.returncode == 0, made.stdout + made.stderr
+    assert not asked.exists()
+
+
+@pytest.mark.skipif(not shutil.which("readelf"), reason="needs readelf")
+def test_case_101_library_loads_without_a_driver() -> None:
+    """It needs no library of CUDA: the runtime is part of it, and finds the driver where there is one."""
+    listed = subprocess.run(
+        ["readelf", "-dW", PACKAGE / "libvegas.so"], capture_output=True, text=True, check=True
+    )
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", listed.stdout)
+    assert needed and not [name for name in needed if re.match(r"lib(cu|nv)", name)]
 
 
 @pytest.mark.parametrize(
@@ -258,8 +346,51 @@ def test_case_106_older_gpus_get_portable_kernels() -> None:
     assert cuda_kernels(VEGAS_OPS_KERNELS="") == [own, own, "portable"]
     assert cuda_kernels(VEGAS_OPS_KERNELS="", CUDA_VISIBLE_DEVICES="") == ["portable"] * 3
     assert cuda_kernels(VEGAS_OPS_KERNELS="portable") == ["portable"] * 3
-    default = re.search(r'VEGAS_CUDA_ARCHITECTURES "([\d;]+)"', (ROOT / "CMakeLists.txt").read_text())
-    assert default and {"80", "86", "89"} <= set(default[1].split(";"))
+
+
+DISPATCH = r"""
+#include <cstdio>
+#include <cstdlib>
+#include "common/backends.h"
+namespace vegas_ops {
+static bool hopper = false;
+template <class T> T only_there(T value) { if (!hopper) std::abort(); return value; }
+bool on_hopper() { return hopper; }
+bool verify_hopper_takes(const VegasVerifyParams&) { return only_there(true); }
+int verify_hopper(const VegasVerifyParams&, void*) { return only_there(90); }
+size_t verify_hopper_workspace(const VegasBounds&) { return only_there(size_t{64}); }
+size_t verify_hopper_ring_bytes() { return only_there(size_t{8}); }
+bool select_hopper_takes(const VegasSelectParams&) { return only_there(true); }
+int select_hopper(const VegasSelectParams&, void*) { return only_there(90); }
+int verify_portable(const VegasVerifyParams&, size_t kept, void*) { return 80 + static_cast<int>(kept); }
+size_t verify_portable_workspace(const VegasBounds&) { return 16; }
+int select_portable(const VegasSelectParams&, void*) { return 80; }
+}
+int main() {
+  using namespace vegas_ops;
+  for (int i = 0; i < 2; ++i, hopper = true) {
+    std::printf("%d %d %zu\n", verify_cuda({}, nullptr), select_cuda({}, nullptr), verify_cuda_workspace({}));
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("with_hopper", (False, True))
+def test_case_106_hopper_kernels_run_on_hopper_gpus_alone(tmp_path: Path, with_hopper: bool) -> None:
+    """The choice between the kernels, linked with a GPU that is none of Hopper's, then one that is."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    (tmp_path / "main.cpp").write_text(DISPATCH)
+    csrc, program = ROOT / "csrc", tmp_path / "dispatch"
+    command = [compiler, "-std=c++17", f"-I{csrc}", f"-I{csrc / 'include'}", "-DVEGAS_WITH_CUDA"]
+    command += ["-DVEGAS_WITH_HOPPER"] * with_hopper
+    files = [tmp_path / "main.cpp", csrc / "verify" / "cuda.cpp", csrc / "select" / "cuda.cpp"]
+    subprocess.run([*command, *files, "-o", program], check=True)
+    ran = subprocess.run([program], capture_output=True, text=True)
+    assert ran.returncode == 0
+    portable, hopper = "80 80 16", "90 90 64" if with_hopper else "80 80 16"
+    assert ran.stdout.splitlines() == [portable, hopper]
 
 
 def test_continuous_integration_pins_what_it_installs() -> None:
