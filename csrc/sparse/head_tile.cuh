@@ -4,12 +4,15 @@
 #pragma once
 
 #include "common/paged_attention.cuh"
+#include "sparse/request.cuh"
 
 namespace vegas_ops::portable {
 
-// One kernel: query type, whether the cache is fp8_e4m3, the padded head dimension, and tiles of 8 query heads.
-template <class Element_, bool kFp8_, int kHeadDim_, int kHeadTiles_>
+// One kernel: query type, whether the cache is fp8_e4m3, the padded head dimension, tiles of 8 query heads, and the
+// calls.
+template <class Element_, bool kFp8_, int kHeadDim_, int kHeadTiles_, Calls kCalls_ = Calls::kAny>
 struct HeadTraits {
+  static constexpr Calls kCalls = kCalls_;
   using Element = Element_;
   // Weights and an fp8 V meet as fp16, which holds fp8_e4m3 exactly and takes one conversion.
   using Weight = std::conditional_t<kFp8_, __half, Element_>;
@@ -25,6 +28,9 @@ struct HeadTraits {
   // Parts of 32 keys that are looked up at once, and partial results that are on their way: registers are short.
   static constexpr int kParts = kHeadDim == 64 ? 3 : kHeadDim == 128 && kHeadTiles == 1 ? 2 : 1;
   static constexpr int kChunkBatch = kHeadDim == 64 || kHeadTiles == 2 ? 4 : 8;
+  __device__ static int head_dim(const VegasPagedCache& cache) {
+    return kCalls == Calls::kAny ? cache.head_dim : kHeadDim;
+  }
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "head dimensions are padded to 64, 128 or 256");
 };
 
@@ -41,7 +47,7 @@ struct HeadQuery {
   uint32_t words[T::kHeadTiles][T::kSteps][2];
 
   __device__ __forceinline__ HeadQuery(const typename T::Element* q, int64_t stride_head, int heads, int head_dim) {
-    if (((reinterpret_cast<uintptr_t>(q) | (stride_head * 2)) & 3) == 0) {
+    if (T::kCalls != Calls::kAny || ((reinterpret_cast<uintptr_t>(q) | (stride_head * 2)) & 3) == 0) {
       load<uint32_t>(q, stride_head, heads, head_dim);
     } else {
       load<uint16_t>(q, stride_head, heads, head_dim);

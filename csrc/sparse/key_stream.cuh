@@ -31,7 +31,8 @@ struct WarpPart {
   int tile;
   int tiles;
 
-  __device__ WarpPart(const SegmentWalk& walk, int warps_log2) {
+  template <Calls kCalls>
+  __device__ WarpPart(const SegmentWalk<kCalls>& walk, int warps_log2) {
     const int warp = threadIdx.x / 32;
     const int begin = walk.tiles * warp >> warps_log2;
     tile = walk.tile + begin;
@@ -43,13 +44,15 @@ struct WarpPart {
 // and copying are one block apart, so that none of them waits for the one before.
 template <class T>
 struct KeyStream {
+  using Walk = SegmentWalk<T::kCalls>;
+  static constexpr bool kSlots = T::kCalls == Calls::kSlots;
   static constexpr int kParts = T::kParts;  // of a block, 32 keys each
 
   const VegasSparseParams& p;
   const SparsePlan& plan;
-  SegmentWalk walk;  // at the segment of the fetched block
-  WarpPart part;     // of the segment: what is not fetched
-  int listed;        // entries of the KV head's list, not clamped
+  Walk walk;      // at the segment of the fetched block
+  WarpPart part;  // of the segment: what is not fetched
+  int listed;     // entries of the KV head's list, not clamped
   char* stages;
   uint32_t* valid;  // (stage,): which keys of its tile are there
   int num_stages;
@@ -70,7 +73,7 @@ struct KeyStream {
   int ready_page[kParts];
   int ready_slot[kParts];
   int ready_head;
-  int64_t offset[2];  // of K and V, of the part that is copied
+  int row[2];  // of K and V in units, of the part that is copied
   uint32_t there;
   bool ended;
   // What prepare() read.
@@ -78,7 +81,7 @@ struct KeyStream {
   const int32_t* entry_source[kParts];
   const int32_t* page_source[kParts];
 
-  __device__ KeyStream(const SegmentWalk& first, char* stage_bytes, uint32_t* valid_masks, int stage_count, int log2)
+  __device__ KeyStream(const Walk& first, char* stage_bytes, uint32_t* valid_masks, int stage_count, int log2)
       : p(first.p),
         plan(first.plan),
         walk(first),
@@ -114,24 +117,25 @@ struct KeyStream {
     if (!(there >> (threadIdx.x % 32) & 1)) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const char* row = static_cast<const char*>(i == 0 ? p.cache.k.data : p.cache.v.data) + offset[i];
+      const uint64_t source =
+          plan.rows_of[i].address(reinterpret_cast<uint64_t>(i == 0 ? p.cache.k.data : p.cache.v.data), row[i]);
 #pragma unroll 1
-      for (int byte = 0; byte < p.cache.head_dim * T::kCacheBytes; byte += 128) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + byte));
+      for (int byte = 0; byte < T::head_dim(p.cache) * T::kCacheBytes; byte += 128) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(source + byte));
       }
     }
   }
 
   // What prepare() read, as it is now.
   struct Current {
-    LookedUp looked_up;
-    int counts[LongestLists::kKept];
+    LookedUp<T::kCalls> looked_up;
+    int counts[LongestLists<T::kCalls>::kKept];
     int listed;
     int entry[kParts];
     int page[kParts];
 
     __device__ __forceinline__ explicit Current(const KeyStream& s) : looked_up(s.p, s.walk.lists), listed(s.listed) {
-      if (has_lists_per_head(s.p)) LongestLists::read(s.p, counts);
+      if (has_lists_per_head<T::kCalls>(s.p)) LongestLists<T::kCalls>::read(s.p, s.plan.heads_kv, counts);
       const int32_t* own = s.fetched_once ? s.count_source() : nullptr;
       if (own) listed = load_current(own);
 #pragma unroll
@@ -145,17 +149,17 @@ struct KeyStream {
       changed = changed || (s.fetched_once && listed != s.listed);
 #pragma unroll
       for (int i = 0; i < kParts; ++i) changed = changed || s.entry[i] != entry[i] || s.page[i] != page[i];
-      if (!has_lists_per_head(s.p)) return __any_sync(0xffffffffu, changed);
+      if (!has_lists_per_head<T::kCalls>(s.p)) return __any_sync(0xffffffffu, changed);
       // Each thread has looked at counts that all of the CTA go by.
 #pragma unroll
-      for (int j = 0; j < LongestLists::kKept; ++j) changed = changed || counts[j] != s.walk.lists.counts[j];
+      for (int j = 0; j < LongestLists<T::kCalls>::kKept; ++j) changed = changed || counts[j] != s.walk.lists.counts[j];
       return __syncthreads_or(changed);
     }
   };
 
   // The count of a list that is not all heads' list.
   __device__ __forceinline__ const int32_t* count_source() const {
-    if (p.topk_length_stride_head == 0 || walk.lengths.listed == 0) return nullptr;
+    if (kSlots || p.topk_length_stride_head == 0 || walk.lengths.listed == 0) return nullptr;
     return vegas_ops::portable::count_source(p, walk.request, walk.kv_head());
   }
 
@@ -184,10 +188,10 @@ struct KeyStream {
     for (int j = 0; j < kParts; ++j) {
       const int i = first + 32 * j + static_cast<int>(threadIdx.x % 32);
       if (i >= end) continue;
-      if (i < count) {
+      if (kSlots || i < count) {
         entry_source[j] = list + i;
         entry[j] = load_current(entry_source[j]);
-        are_slots |= p.indices_are_slots ? 1 << j : 0;
+        are_slots |= kSlots || p.indices_are_slots ? 1 << j : 0;
       } else {
         entry[j] = walk.lengths.tail_begin + (i - count);
       }
@@ -204,7 +208,7 @@ struct KeyStream {
       const int in_table = plan.page_size.divide(max(entry[j], 0));
       page[j] = -1;
       page_source[j] = nullptr;
-      if (are_slots >> j & 1) {
+      if (kSlots || are_slots >> j & 1) {
         if (entry[j] >= 0) page[j] = in_table;
       } else if (entry[j] >= walk.lengths.first_seen && entry[j] <= walk.lengths.last_seen) {
         page_source[j] = table + in_table;
@@ -239,11 +243,7 @@ struct KeyStream {
     }
     there = __ballot_sync(0xffffffffu, own_page >= 0 && own_page < p.cache.num_pages);
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const VegasCacheView& view = j == 0 ? p.cache.k : p.cache.v;
-      offset[j] =
-          (own_page * view.stride_page + own_slot * view.stride_token + ready_head * view.stride_head) * T::kCacheBytes;
-    }
+    for (int j = 0; j < 2; ++j) row[j] = plan.rows_of[j].row(own_page, own_slot, ready_head);
   }
 
   // Starts the copies of the next tile. Always one group, so that the number of pending groups is known.
@@ -280,19 +280,23 @@ struct KeyStream {
     const int segment = lane % kLanesPerRow;
     const int first_row = lane / kLanesPerRow;
     // Of a padded row, the rest becomes zero.
-    const uint32_t reads = segment * 16 < p.cache.head_dim * T::kCacheBytes ? present >> first_row : 0;
+    const uint32_t reads = segment * 16 < T::head_dim(p.cache) * T::kCacheBytes ? present >> first_row : 0;
+    const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(stages)) + issue_stage * T::kStageBytes +
+                            swizzled<T::kSegments>(first_row, segment);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const char* data = static_cast<const char*>(i == 0 ? p.cache.k.data : p.cache.v.data) + segment * 16;
-      char* tile = stages + issue_stage * T::kStageBytes + i * T::kTileBytes;
+      uint64_t data = reinterpret_cast<uint64_t>(i == 0 ? p.cache.k.data : p.cache.v.data) + segment * 16;
+      asm("" : "+l"(data));  // a sum of its own
 #pragma unroll kUnroll
       for (int pass = 0; pass < kTileKeys; pass += kRowsPerPass) {
-        const int row = first_row + pass;
-        const char* source = data + __shfl_sync(0xffffffffu, offset[i], first_key + row);
+        // swizzled(first_row + pass, segment), of which all but the XOR is known
+        const int spread = swizzled<T::kSegments>(pass, 0) - pass * T::kSegments * 16;
+        const int units = __shfl_sync(0xffffffffu, row[i], first_key + first_row + pass);
         // A row that is not read becomes zeros, so that nothing of an unused slot reaches a product.
-        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-            *reinterpret_cast<const cute::uint128_t*>(source),
-            *reinterpret_cast<cute::uint128_t*>(tile + swizzled<T::kSegments>(row, segment)), reads >> pass & 1);
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                         (target ^ spread) + pass * T::kSegments * 16 + i * T::kTileBytes),
+                     "l"(plan.rows_of[i].address(data, units)), "r"((reads >> pass & 1) * 16)
+                     : "memory");
       }
     }
     ++taken;

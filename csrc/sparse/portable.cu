@@ -3,8 +3,11 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <numeric>
 
 #include "common/backends.h"
+#include "common/portable_launch.cuh"
 #include "common/status.h"
 #include "sparse/portable_launch.h"
 #include "sparse/segments.cuh"
@@ -86,6 +89,38 @@ cudaError_t describe_device(SparseDevice* d) {
   return cudaSuccess;
 }
 
+// The kernel that serves a call, of those with one tile of heads and rows of 16-bit values; others have but one.
+Calls calls_of(const VegasSparseParams& p, const SparsePlan& plan) {
+  const VegasPagedCache& cache = p.cache;
+  const bool is_few = p.batch <= kLookedUp && plan.rule.mode == SplitMode::kBalanced && plan.pairs == 1 &&
+                      cache.head_dim == padded_head_dim(cache.head_dim) && p.softcap <= 0.0f &&
+                      p.softmax_scale > 1e-30f && !cache.k.descale &&
+                      ((reinterpret_cast<uintptr_t>(p.q) | p.q_stride_row * 2 | p.q_stride_head * 2) & 3) == 0;
+  if (!is_few) return Calls::kAny;
+  const bool slots =
+      p.max_k > 0 && p.indices_are_slots && p.topk_length_stride_head == 0 && !p.seqused_k && !p.tail_start;
+  return slots ? Calls::kSlots : Calls::kFew;
+}
+
+// False where they exceed 31 bits, which takes 32 GiB of rows of 16 bytes.
+bool set_row_units(const VegasPagedCache& cache, const VegasCacheView& view, RowUnits* rows) {
+  const int64_t bytes = cache.dtype == VEGAS_FP8_E4M3 ? 1 : 2;
+  const int64_t sizes[3] = {cache.num_pages, cache.page_size, cache.num_heads_kv};
+  int64_t strides[3] = {view.stride_page * bytes, view.stride_token * bytes, view.stride_head * bytes};
+  int64_t unit = 0;
+  int64_t reach = 0;
+  for (int i = 0; i < 3; ++i) {
+    if (sizes[i] <= 1) strides[i] = 0;
+    unit = std::gcd(unit, strides[i]);
+    reach += std::abs(strides[i]) * (sizes[i] - 1);
+  }
+  unit = std::max<int64_t>(unit, 1);
+  if (unit > INT_MAX || reach / unit > INT_MAX) return false;
+  *rows = {static_cast<int>(strides[0] / unit), static_cast<int>(strides[1] / unit),
+           static_cast<int>(strides[2] / unit), static_cast<int>(unit)};
+  return true;
+}
+
 }  // namespace
 }  // namespace portable
 
@@ -99,13 +134,19 @@ int sparse_portable(const VegasSparseParams& p, void* stream_handle) {
   SparseDevice device = {};
   cudaError_t error = describe_device(&device);
   if (error == cudaSuccess) {
-    const SparseCta cta = fp16 ? sparse_cta<__half>(p, device) : sparse_cta<__nv_bfloat16>(p, device);
+    SparseCta cta = fp16 ? sparse_cta<__half>(p, device) : sparse_cta<__nv_bfloat16>(p, device);
     const SplitRule rule = split_rule(p.num_splits, p.batch_invariant);
     const int heads_kv = p.cache.num_heads_kv;
     const GroupTiles group(p.num_heads_q / heads_kv, p.cache.head_dim);
     // All KV heads together, unless there are so many that few teams would be left.
     const int team = heads_kv <= device.multiprocessors / 4 ? heads_kv : 1;
     const int pairs = heads_kv / team * group.row_tiles;
+    // CTAs that have requests of their own all wait for memory at once: what is asked for beyond that comes no sooner,
+    // and makes those that are late wait longer.
+    if (cta.stages == 3 && cta.per_multiprocessor == 1 && p.cache.head_dim > 64 && p.cache.dtype != VEGAS_FP8_E4M3 &&
+        int64_t{p.batch} * team * pairs * 2 > device.multiprocessors) {
+      cta.stages = 2;
+    }
     const int64_t capacity = int64_t{p.cache.max_pages} * p.cache.page_size;
     const int64_t max_keys = p.max_k + (p.tail_start ? capacity : 0);
     const PartialResults partial(rule.mode, p.batch, max_keys, p.num_heads_q, heads_kv, p.cache.head_dim,
@@ -149,6 +190,18 @@ int sparse_portable(const VegasSparseParams& p, void* stream_handle) {
     plan.bound = uses_table && capacity < INT_MAX ? static_cast<int>(capacity) : INT_MAX;
     plan.teams.set(teams);
     plan.page_size.set(p.cache.page_size);
+    plan.heads_kv.set(heads_kv);
+    plan.calls = calls_of(p, plan);
+    const VegasCacheView* views[2] = {&p.cache.k, &p.cache.v};
+    for (int i = 0; i < 2; ++i) {
+      VEGAS_CHECK(set_row_units(p.cache, *views[i], &plan.rows_of[i]),
+                  "`%s` must reach less than 2^31 times the common divisor of its strides",
+                  i == 0 ? "k_cache" : "v_cache");
+    }
+    const bool forced = rule.mode == SplitMode::kForced;
+    plan.fixed_chunks = forced ? rule.num_splits : kMaxFixedChunks;
+    plan.least_fixed_tiles = (forced ? kForcedKeys : kInvariantKeys) / kSparseTile;
+    plan.by_fixed_chunks.set(plan.fixed_chunks);
     const auto launch = fp16 ? launch_sparse<__half> : launch_sparse<__nv_bfloat16>;
     error = cta.warps == 0 ? cudaErrorInvalidConfiguration
                            : launch(p, plan, device, cta, team, teams, static_cast<cudaStream_t>(stream_handle));

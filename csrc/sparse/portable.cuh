@@ -165,11 +165,12 @@ __device__ __forceinline__ RowPart<Columns> add_warps(const SparseShared<T>& sha
 // segments, which the CTA that collects them puts together.
 template <class T>
 __device__ __forceinline__ void finish_segment(const VegasSparseParams& p, const SparsePlan& plan,
-                                               const SparseShared<T>& shared, int turn, const SegmentWalk& segment,
-                                               const Chunks& chunks, int first_head, int heads) {
+                                               const SparseShared<T>& shared, int turn,
+                                               const SegmentWalk<T::kCalls>& segment, const Chunks& chunks,
+                                               int first_head, int heads) {
   constexpr int kQuads = T::kHeadDim / 4;
   constexpr int kPairs = T::kHeadDim / 2;
-  const int head_dim = p.cache.head_dim;
+  const int head_dim = T::head_dim(p.cache);
   const float v_descale = descale_of(p.cache.v, segment.request, segment.kv_head());
   const auto sink_of = [&](int row) { return p.sinks ? p.sinks[first_head + row] : -INFINITY; };
   if (chunks.count == 1) {
@@ -220,6 +221,7 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
     sparse_kernel(const __grid_constant__ VegasSparseParams p, const __grid_constant__ SparsePlan plan, int stages,
                   int warps_log2) {
   using Element = typename T::Element;
+  using Lists = LongestLists<T::kCalls>;
   extern __shared__ __align__(128) char shared_bytes[];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
@@ -227,10 +229,10 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
   release_next_launch();
   // A few requests are looked up while the previous launch ends, and again when it has: rarely is there a difference.
 #pragma unroll 1
-  for (bool early = p.batch <= kLookedUp && LongestLists::keeps_all(p);; early = false) {
+  for (bool early = (T::kCalls != Calls::kAny || p.batch <= kLookedUp) && Lists::keeps_all(p);; early = false) {
     if (!early) wait_for_previous_launch();
-    const LongestLists lists(p, shared.longest_lists());
-    SegmentWalk segment(p, plan, lists);
+    const Lists lists(p, plan.heads_kv, shared.longest_lists());
+    SegmentWalk<T::kCalls> segment(p, plan, lists);
     KeyStream<T> stream(segment, shared.stage_bytes(warp), shared.valid(warp), stages, warps_log2);
     stream.prepare();
     if (early) {
@@ -251,7 +253,7 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
       if (first && stream.ready_tiles > kFewTiles) stream.start(1);
       const HeadQuery<T> query(
           static_cast<const Element*>(p.q) + segment.request * p.q_stride_row + first_head * p.q_stride_head,
-          p.q_stride_head, heads, p.cache.head_dim);
+          p.q_stride_head, heads, T::head_dim(p.cache));
       if (first) {
         // The copies of what was found early start beside the look at what is there now.
         const typename KeyStream<T>::Current current(stream);
@@ -274,7 +276,7 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
         float x[T::kHeadTiles][4];
         multiply_keys<T>(x, query, k_tile);
         const uint32_t valid = shared.valid(warp)[stage];
-        if (!scoring.keeps_products()) cap_scores(x, scoring);
+        if (T::kCalls == Calls::kAny && !scoring.keeps_products()) cap_scores(x, scoring);
         if (valid != 0xffffu) {
 #pragma unroll
           for (int i = 0; i < T::kHeadTiles * 4; ++i) {
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
 
         // softmax
         uint32_t weights[T::kHeadTiles][2];
-        state.weigh(x, scoring.logit_scale() * kLog2e, weights);
+        state.weigh(x, (T::kCalls == Calls::kAny ? scoring.logit_scale() : scoring.scale) * kLog2e, weights);
 
         // accumulate
         state.accumulate(weights, k_tile + T::kTileBytes);

@@ -12,30 +12,42 @@ namespace vegas_ops::portable {
 // Of a warp of eight: memory needs no more at once, and the rest is left to the launches before and after.
 constexpr int kBytesInFlight = 12 * 1024;
 
+template <class Element, bool kFp8, int kHeadDim, class Use>
+auto with_calls(Calls calls, const Use& use) {
+  if constexpr (!kFp8) {
+    if (calls == Calls::kFew) return use(HeadTraits<Element, kFp8, kHeadDim, 1, Calls::kFew>());
+    if (calls == Calls::kSlots) return use(HeadTraits<Element, kFp8, kHeadDim, 1, Calls::kSlots>());
+  }
+  return use(HeadTraits<Element, kFp8, kHeadDim, 1>());
+}
+
 // Calls use(HeadTraits) of the kernel that serves the call.
 template <class Element, bool kFp8, class Use>
-auto with_instance(const VegasSparseParams& p, const Use& use) {
+auto with_instance(const VegasSparseParams& p, Calls calls, const Use& use) {
   const bool wide = head_tiles_for(p.num_heads_q / p.cache.num_heads_kv, p.cache.head_dim) == 2;
   switch (padded_head_dim(p.cache.head_dim)) {
     case 64:
-      return wide ? use(HeadTraits<Element, kFp8, 64, 2>()) : use(HeadTraits<Element, kFp8, 64, 1>());
+      if (wide) return use(HeadTraits<Element, kFp8, 64, 2>());
+      return with_calls<Element, kFp8, 64>(calls, use);
     case 128:
-      return wide ? use(HeadTraits<Element, kFp8, 128, 2>()) : use(HeadTraits<Element, kFp8, 128, 1>());
+      if (wide) return use(HeadTraits<Element, kFp8, 128, 2>());
+      return with_calls<Element, kFp8, 128>(calls, use);
     default:
       return use(HeadTraits<Element, kFp8, 256, 1>());
   }
 }
 
 template <class Element, class Use>
-auto with_instance(const VegasSparseParams& p, const Use& use) {
-  return p.cache.dtype == VEGAS_FP8_E4M3 ? with_instance<Element, true>(p, use) : with_instance<Element, false>(p, use);
+auto with_instance(const VegasSparseParams& p, Calls calls, const Use& use) {
+  return p.cache.dtype == VEGAS_FP8_E4M3 ? with_instance<Element, true>(p, calls, use)
+                                         : with_instance<Element, false>(p, calls, use);
 }
 
 // As many warps as fit with two stages each, then as many stages as are of use. Where CTAs have several segments, after
 // each of which their warps meet, two smaller CTAs are faster.
 template <class Element>
 SparseCta sparse_cta(const VegasSparseParams& p, const SparseDevice& device) {
-  return with_instance<Element>(p, [&](auto traits) {
+  return with_instance<Element>(p, Calls::kAny, [&](auto traits) {
     using T = decltype(traits);
     const int group = p.num_heads_q / p.cache.num_heads_kv;
     const int rows = group < T::kHeads ? group : T::kHeads;
@@ -88,7 +100,7 @@ struct SparseLaunch {
 // are taken to be alike, which costs time if they are not.
 template <class Element>
 int clusters_at_once(const VegasSparseParams& p, const SparseDevice& device, const SparseCta& cta, int rows, int ctas) {
-  return with_instance<Element>(p, [&](auto traits) {
+  return with_instance<Element>(p, Calls::kAny, [&](auto traits) {
     using T = decltype(traits);
     static std::atomic<int> known[kMaxCluster + 1];  // one more than the answer; 0 until it is there
     int count = known[ctas].load(std::memory_order_relaxed) - 1;
@@ -108,7 +120,7 @@ int clusters_at_once(const VegasSparseParams& p, const SparseDevice& device, con
 template <class Element>
 cudaError_t launch_sparse(const VegasSparseParams& p, const SparsePlan& plan, const SparseDevice& device,
                           const SparseCta& cta, int team, int teams, cudaStream_t stream) {
-  return with_instance<Element>(p, [&](auto traits) {
+  return with_instance<Element>(p, plan.calls, [&](auto traits) {
     using T = decltype(traits);
     SparseLaunch<T> launch(device, cta, plan.rows, plan.cluster);
     if (launch.error != cudaSuccess) return launch.error;

@@ -54,7 +54,7 @@ __device__ __forceinline__ void write_columns(const VegasSparseParams& p, int re
   const bool keyless = sum.norm.sum == 0.0f;
   const float sink = p.sinks ? exp2f(sink_logit * kLog2e - sum.norm.base()) : 0.0f;
   const float factor = keyless ? 0.0f : v_descale / (sum.norm.sum + sink);
-  if (d < p.cache.head_dim) {
+  if (d < T::head_dim(p.cache)) {
     Element* out = static_cast<Element*>(p.out) + request * p.out_stride_row + head * p.out_stride_head + d;
     const float* value = reinterpret_cast<const float*>(&sum.value);
 #pragma unroll

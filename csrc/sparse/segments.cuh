@@ -16,19 +16,23 @@ constexpr int kInvariantKeys = 256;
 constexpr int kForcedKeys = 64;
 constexpr int kMaxCluster = 8;
 
-// Divides numbers below 2^31 by one that the host knows.
-struct Divisor {
-  uint32_t factor;
-  int shift;
+// Where rows of K or of V are, in units of a common divisor of their strides: in 32 bits, which are handed around among
+// lanes, a shuffle each.
+struct RowUnits {
+  int page;
+  int token;
+  int head;
+  int bytes;  // of a unit
 
-  void set(int divisor) {
-    for (shift = 0; (int64_t{1} << shift) < divisor; ++shift) {
-    }
-    factor = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
-    shift += 31;
+  // Pages that are not there may wrap around.
+  __device__ __forceinline__ int row(uint32_t of_page, uint32_t of_token, uint32_t of_head) const {
+    return static_cast<int>(of_page * page + of_token * token + of_head * head);
   }
-  __device__ __forceinline__ int divide(int n) const {
-    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * factor >> shift);
+  // Written so, or the compiler sums the pieces anew for every row.
+  __device__ __forceinline__ uint64_t address(uint64_t data, int units) const {
+    uint64_t place;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(place) : "r"(units), "r"(bytes), "l"(data));
+    return place;
   }
 };
 
@@ -45,10 +49,17 @@ struct SparsePlan {
   int most_chunks;  // of a pair, where every team takes `rounds` whole chunks
   int rounds;
   Divisor chunks;  // divides by most_chunks
-  int cluster;     // CTAs of a cluster, one per chunk of a request where chunks are whole; or 1
-  int bound;       // positions at or beyond it are not in the block table
+  // Where chunks do not depend on other requests: how many of them at most, and their least tiles.
+  int fixed_chunks;
+  int least_fixed_tiles;
+  Divisor by_fixed_chunks;
+  int cluster;  // CTAs of a cluster, one per chunk of a request where chunks are whole; or 1
+  int bound;    // positions at or beyond it are not in the block table
   Divisor teams;
   Divisor page_size;
+  Divisor heads_kv;
+  RowUnits rows_of[2];  // K and V
+  Calls calls;
 };
 
 // The tiles of a request's pairs, and the units in which they are shared out. Teams take runs of units of one tile, or
@@ -59,35 +70,42 @@ struct RequestTiles {
   int units;
 
   // chunk_tiles: of a unit where teams take whole chunks, else 0.
-  __device__ RequestTiles(const SparsePlan& plan, int keys, int chunk_tiles) {
+  __device__ RequestTiles(const SparsePlan& plan, int keys, int chunk_tiles, bool balanced) {
     tiles = max(1, ceil_div(keys, kSparseTile));
-    unit_tiles = 1;
-    units = tiles;
-    if (plan.rule.mode == SplitMode::kBalanced) {
-      if (chunk_tiles == 0) return;
-      unit_tiles = chunk_tiles;
-      units = plan.most_chunks;
-      if (plan.cluster > 1) return;
-      // Exact: a pair has few chunks.
-      units = __float2int_rz(__fdividef(__int2float_rz(tiles), __int2float_rz(chunk_tiles)));
-      while (units * chunk_tiles < tiles) ++units;
-      while ((units - 1) * chunk_tiles >= tiles) --units;
+    if (balanced && chunk_tiles == 0) {
+      unit_tiles = 1;
+      units = tiles;
       return;
     }
-    const bool forced = plan.rule.mode == SplitMode::kForced;
-    unit_tiles = max((forced ? kForcedKeys : kInvariantKeys) / kSparseTile,
-                     ceil_div(tiles, forced ? plan.rule.num_splits : kMaxFixedChunks));
-    units = ceil_div(tiles, unit_tiles);
+    unit_tiles = balanced ? chunk_tiles
+                          : max(plan.least_fixed_tiles, plan.by_fixed_chunks.divide(tiles + plan.fixed_chunks - 1));
+    units = plan.most_chunks;
+    if (plan.cluster > 1) return;
+    // Exact: a pair has few chunks.
+    units = __float2int_rz(__fdividef(__int2float_rz(tiles), __int2float_rz(unit_tiles)));
+    while (units * unit_tiles < tiles) ++units;
+    while ((units - 1) * unit_tiles >= tiles) --units;
   }
 };
 
 // Of requests `lane` and `lane` + 32, as far as there are; others repeat one.
+template <Calls kCalls>
 struct LookedUp {
-  RequestWords words[2];
+  using Words = RequestWords<kCalls>;
+  Words words[2];
 
-  __device__ __forceinline__ LookedUp(const VegasSparseParams& p, const LongestLists& lists)
-      : words{RequestWords(p, lists, min(static_cast<int>(threadIdx.x % 32), p.batch - 1)), words[0]} {
-    if (p.batch > 32) words[1] = RequestWords(p, lists, min(static_cast<int>(threadIdx.x % 32 + 32), p.batch - 1));
+  __device__ __forceinline__ LookedUp(const VegasSparseParams& p, const LongestLists<kCalls>& lists)
+      : words{Words(p, lists, min(static_cast<int>(threadIdx.x % 32), p.batch - 1)), words[0]} {
+    if (p.batch > 32) words[1] = Words(p, lists, min(static_cast<int>(threadIdx.x % 32 + 32), p.batch - 1));
+  }
+  // Of request b, below kLookedUp.
+  __device__ __forceinline__ Words of(int b) const {
+    Words some = b < 32 ? words[0] : words[1];
+    some.listed = __shfl_sync(0xffffffffu, some.listed, b);
+    if (kCalls == Calls::kSlots) return some;
+    some.used = __shfl_sync(0xffffffffu, some.used, b);
+    some.start = __shfl_sync(0xffffffffu, some.start, b);
+    return some;
   }
   __device__ bool operator!=(const LookedUp& other) const {
     return words[0] != other.words[0] || words[1] != other.words[1];
@@ -95,11 +113,12 @@ struct LookedUp {
 };
 
 // The share of a CTA, in segments: runs of tiles of one pair, a request's row tile and KV head.
+template <Calls kCalls>
 struct SegmentWalk {
   const VegasSparseParams& p;
   const SparsePlan& plan;
-  const LongestLists& lists;
-  LookedUp looked_up;
+  const LongestLists<kCalls>& lists;
+  LookedUp<kCalls> looked_up;
   int chunk_tiles;
   int share;  // higher CTAs take lower shares
   int size;   // of every share, in units
@@ -117,7 +136,8 @@ struct SegmentWalk {
   int tiles;
 
   // Called by all lanes of a warp.
-  __device__ SegmentWalk(const VegasSparseParams& params, const SparsePlan& the_plan, const LongestLists& longest_lists)
+  __device__ SegmentWalk(const VegasSparseParams& params, const SparsePlan& the_plan,
+                         const LongestLists<kCalls>& longest_lists)
       : p(params),
         plan(the_plan),
         lists(longest_lists),
@@ -127,23 +147,24 @@ struct SegmentWalk {
         request(0),
         request_begin(0),
         lengths(p, plan.bound, looked_up.words[0]),
-        all(plan, 0, 0),
+        all(plan, 0, 0, true),
         pair(0),
         pair_begin(0),
         tile(0),
         tiles(0) {
-    const bool balanced = plan.rule.mode == SplitMode::kBalanced;
-    if (balanced) choose_chunk();
+    if (is_balanced()) choose_chunk();
     const SparseRequest of[2] = {lengths, SparseRequest(p, plan.bound, looked_up.words[1])};
-    const RequestTiles own[2] = {tiles_of(of[0]), tiles_of(of[1])};
+    RequestTiles own[2] = {tiles_of(of[0]), all};
+    if (p.batch > 32) own[1] = tiles_of(of[1]);
     int mine[2];
     int last[2];  // up to this lane
 #pragma unroll
-    for (int i = 0; i < 2; ++i) last[i] = mine[i] = lane() + 32 * i < p.batch ? own[i].units * plan.pairs : 0;
+    for (int i = 0; i < 2; ++i) last[i] = mine[i] = lane() + 32 * i < p.batch ? own[i].units * pairs() : 0;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
+    for (int i = 0; i < 2; ++i) {
+      if (i > 0 && p.batch <= 32) break;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int step = 1; step < 32; step *= 2) {
         const int below = __shfl_up_sync(0xffffffffu, last[i], step);
         if (lane() >= step) last[i] += below;
       }
@@ -151,17 +172,17 @@ struct SegmentWalk {
     last[1] += __shfl_sync(0xffffffffu, last[0], 31);
     const int looked_up_units = __shfl_sync(0xffffffffu, last[1], 31);
     int total = looked_up_units;
-    if (p.batch > kLookedUp) {
+    if (!is_few() && p.batch > kLookedUp) {
       int more = 0;
 #pragma unroll 1
-      for (int b = lane() + kLookedUp; b < p.batch; b += 32) more += tiles_of(b).units * plan.pairs;
+      for (int b = lane() + kLookedUp; b < p.batch; b += 32) more += tiles_of(b).units * pairs();
       total += __reduce_add_sync(0xffffffffu, more);
     }
     size = max(plan.teams.divide(total + gridDim.y - 1), has_shares() ? plan.least_tiles : 1);
     begin = unit = share * size;
     end = min(unit + size, total);
     if (unit >= end) return;
-    if (unit >= looked_up_units) {
+    if (!is_few() && unit >= looked_up_units) {
       search(looked_up_units);
       return;
     }
@@ -172,21 +193,27 @@ struct SegmentWalk {
     request = source + 32 * i;
     request_begin = from(last[0] - mine[0], last[1] - mine[1]);
     lengths.listed = from(of[0].listed, of[1].listed);
-    lengths.tail_begin = from(of[0].tail_begin, of[1].tail_begin);
-    lengths.tail_keys = from(of[0].tail_keys, of[1].tail_keys);
-    lengths.first_seen = from(of[0].first_seen, of[1].first_seen);
-    lengths.last_seen = from(of[0].last_seen, of[1].last_seen);
+    if (kCalls != Calls::kSlots) {
+      lengths.tail_begin = from(of[0].tail_begin, of[1].tail_begin);
+      lengths.tail_keys = from(of[0].tail_keys, of[1].tail_keys);
+      lengths.first_seen = from(of[0].first_seen, of[1].first_seen);
+      lengths.last_seen = from(of[0].last_seen, of[1].last_seen);
+    }
     all.tiles = from(own[0].tiles, own[1].tiles);
     all.unit_tiles = from(own[0].unit_tiles, own[1].unit_tiles);
     all.units = from(own[0].units, own[1].units);
   }
 
   __device__ static int lane() { return threadIdx.x % 32; }
+  __device__ static constexpr bool is_few() { return kCalls != Calls::kAny; }
+  __device__ bool is_balanced() const { return is_few() || plan.rule.mode == SplitMode::kBalanced; }
+  __device__ int pairs() const { return is_few() ? 1 : plan.pairs; }
   __device__ RequestTiles tiles_of(const SparseRequest& of) const {
-    return RequestTiles(plan, of.keys_with(of.listed), chunk_tiles);
+    return RequestTiles(plan, of.keys_with(of.listed), chunk_tiles, is_balanced());
   }
+  // Of a request that is not looked up.
   __device__ RequestTiles tiles_of(int b) const {
-    return tiles_of(SparseRequest(p, plan.bound, RequestWords(p, lists, b)));
+    return tiles_of(SparseRequest(p, plan.bound, RequestWords<kCalls>(p, b)));
   }
 
   // Whole chunks where they are not much longer than equal shares: no CTA has the end of a request and the beginning
@@ -202,26 +229,26 @@ struct SegmentWalk {
       longest = max(longest, tiles);
     }
 #pragma unroll 1
-    for (int b = lane() + kLookedUp; b < p.batch; b += 32) {
+    for (int b = lane() + kLookedUp; !is_few() && b < p.batch; b += 32) {
       const int tiles = tiles_of(b).tiles;
       total += tiles;
       longest = max(longest, tiles);
     }
     total = __reduce_add_sync(0xffffffffu, total);
     longest = __reduce_max_sync(0xffffffffu, longest);
-    const int even = plan.teams.divide(total * plan.pairs + gridDim.y - 1);
+    const int even = plan.teams.divide(total * pairs() + gridDim.y - 1);
     const int least_chunk = plan.chunks.divide(longest);
     const int chunk = max(least_chunk + (least_chunk * plan.most_chunks < longest), plan.least_tiles);
     if (int64_t{chunk} * plan.rounds > even + even / 8 + plan.least_tiles) return;
     chunk_tiles = chunk;
   }
-  __device__ bool has_shares() const { return plan.rule.mode == SplitMode::kBalanced && chunk_tiles == 0; }
+  __device__ bool has_shares() const { return is_balanced() && chunk_tiles == 0; }
 
   // Finds the request of the unit behind those that are looked up, which have `before` units.
   __device__ __forceinline__ void search(int before) {
 #pragma unroll 1
     for (int first = kLookedUp;; first += 32) {
-      const int mine = first + lane() < p.batch ? tiles_of(first + lane()).units * plan.pairs : 0;
+      const int mine = first + lane() < p.batch ? tiles_of(first + lane()).units * pairs() : 0;
       int last = before + mine;
 #pragma unroll 1
       for (int step = 1; step < 32; step *= 2) {
@@ -241,18 +268,18 @@ struct SegmentWalk {
 
   __device__ __forceinline__ void enter(int b) {
     request = b;
-    lengths = SparseRequest(p, plan.bound, RequestWords(p, lists, b));
+    lengths = SparseRequest(p, plan.bound, is_few() || b < kLookedUp ? looked_up.of(b) : RequestWords<kCalls>(p, b));
     all = tiles_of(lengths);
   }
 
   // Goes on to the next segment; false where there is none.
   __device__ __forceinline__ bool next() {
     if (unit >= end) return false;
-    if (unit - request_begin >= all.units * plan.pairs) {
-      request_begin += all.units * plan.pairs;
+    if (unit - request_begin >= all.units * pairs()) {
+      request_begin += all.units * pairs();
       enter(request + 1);
     }
-    pair = plan.pairs == 1 ? 0 : (unit - request_begin) / all.units;
+    pair = pairs() == 1 ? 0 : (unit - request_begin) / all.units;
     pair_begin = request_begin + pair * all.units;
     const int in = unit - pair_begin;
     const int run = has_shares() ? min(all.units - in, end - unit) : 1;
@@ -262,10 +289,8 @@ struct SegmentWalk {
     return true;
   }
 
-  __device__ int kv_head() const {
-    return plan.pairs == 1 ? blockIdx.x : pair / plan.row_tiles * gridDim.x + blockIdx.x;
-  }
-  __device__ int row_tile() const { return plan.pairs == 1 ? 0 : pair % plan.row_tiles; }
+  __device__ int kv_head() const { return pairs() == 1 ? blockIdx.x : pair / plan.row_tiles * gridDim.x + blockIdx.x; }
+  __device__ int row_tile() const { return pairs() == 1 ? 0 : pair % plan.row_tiles; }
 };
 
 // The segments of a pair, in the order of the keys. The CTA that has the first one collects the others when it comes to
@@ -277,7 +302,8 @@ struct Chunks {
   bool collects;
   int64_t first_slot;  // of the partial results, the next one's is gridDim.x further
 
-  __device__ explicit Chunks(const SegmentWalk& walk) : count(1), own(0), collects(true), first_slot(0) {
+  template <Calls kCalls>
+  __device__ explicit Chunks(const SegmentWalk<kCalls>& walk) : count(1), own(0), collects(true), first_slot(0) {
     if (walk.tiles == walk.all.tiles) return;
     const int pair_end = walk.pair_begin + walk.all.units;
     collects = walk.pair_begin >= walk.begin && walk.unit == min(pair_end, walk.end);
