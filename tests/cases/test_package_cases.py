@@ -269,7 +269,11 @@ def test_case_101_and_106_builds_for_cuda_without_a_gpu(
     names = {Path(one["file"]).name for one in files}
     assert ("hopper_bf16.cu" in names) == bool(hopper) and "portable_bf16.cu" in names
     if architectures is None:
-        objects = [one["output"] for one in files if one["file"].endswith("hopper_device.cu")]
+        objects = [
+            os.path.relpath(build / one["output"], build)
+            for one in files
+            if one["file"].endswith("hopper_device.cu")
+        ]
         made = subprocess.run(
             ["cmake", "--build", str(build), "--target", *objects], capture_output=True, text=True
         )
