@@ -211,6 +211,27 @@ def test_however_lists_are_divided(device: torch.device, lists: int, n: int, kin
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("pool", ((0, 0), (6, 0)))
+@pytest.mark.parametrize("lists, n", ((3, 32_768), (2, 300_000)))
+@pytest.mark.parametrize("better", (True, False))
+def test_sample_that_misleads(
+    device: torch.device, lists: int, n: int, pool: tuple[int, int], better: bool
+) -> None:
+    """The Hopper kernels look where these scores are much better than elsewhere, or worse."""
+    generator = torch.Generator().manual_seed(9)
+    logits, window = torch.randn((lists, n), generator=generator), torch.arange(512)
+    drawn = 4 + (((window << 23) | (window * 0x9E3779B1 % 2**32 >> 9)) * (n - 68) >> 32)
+    last = drawn | 7
+    if better:
+        logits[:, last[::18]] = 3.5
+    else:
+        logits[:, (last[:, None] - torch.arange(8)).clamp(min=0)] -= 9
+    check_select(
+        logits.to(device), dump="token", seqlens=int32((n,) * lists, device), k=n // 20, max_k=n // 20,
+        pool=pool, num_sink=4, num_recent=64,
+    )  # fmt: skip
+
+
 def test_list_of_a_million(device: torch.device) -> None:
     """Beyond the shared memory of any cluster of thread blocks."""
     n, generator = 1_000_000, torch.Generator().manual_seed(7)

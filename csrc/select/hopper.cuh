@@ -400,7 +400,7 @@ struct Selector {
   // On return, bits say which scores beat the threshold, and which equal it, but for those that are listed; shared, how
   // many of these are taken. Returns how many are in all.
   __device__ __forceinline__ uint32_t find_threshold(float (&first)[kRowWords], Interval interval, uint32_t rank) {
-    for (bool sampled = true;;) {
+    for (int misses = 0;; ++misses) {
       stream(first, interval);
       count(interval);
       locate(rank, 0);
@@ -411,15 +411,18 @@ struct Selector {
       if (below && to_lowest) {
         // All that are selectable are taken, if not by their list.
         interval = {kLowestKey - 1, kLowestKey + 1};
-      } else if ((above || below) && sampled) {
-        // Probably one end of the interval, of which there are many.
+      } else if (above || below) {
         const uint32_t end = above ? interval.high : interval.low;
-        interval = {end - 1, end + 1};
-        sampled = false;
-      } else if (above) {
-        interval = {interval.high - 1, kHighestKey + 1};
-      } else if (below) {
-        interval = {kLowestKey - 1, interval.low + 1};
+        const bool of_sample = threadIdx.x < kSamples && shared.sample_keys[threadIdx.x] == end;
+        if (misses == 0 && __syncthreads_count(of_sample) >= kManyEqual) {
+          interval = {end - 1, end + 1};
+        } else if (above) {
+          interval = {end - 1, kHighestKey + 1};
+        } else if (misses < kMostMisses) {
+          interval = bracket_below(shared, end, rank);
+        } else {
+          interval = {kLowestKey - 1, end + 1};
+        }
       } else {
         // Too many to be listed: those of one bin.
         do {

@@ -21,7 +21,8 @@ constexpr int kSampleBins = 1 << kSampleBits;
 constexpr int kBracketThreads = 256;           // that look at the sample
 constexpr int kRanked = 256;                   // keys that are compared one with another, at most a quarter of threads
 constexpr int kRecent = kRow / 2;              // listed scores that are found by their places, by warp
-constexpr int kMostListed = 480;               // scores inside the bracket, by warp
+constexpr int kManyEqual = 4;                  // keys of the sample: an end of the bracket is probably the threshold
+constexpr int kMostMisses = 3;                 // brackets that the sample gives
 constexpr uint32_t kLowestKey = 0x00800000u;   // of -FLT_MAX
 constexpr uint32_t kHighestKey = 0xff800000u;  // of +inf
 
@@ -91,8 +92,10 @@ struct alignas(16) Shared {
   uint32_t all_equal;
 };
 
+// Scores inside the bracket, by warp: two rows of sorted scores, or as many as there is memory for.
 __host__ __device__ constexpr int most_listed(const Shape& shape) {
-  return kRow * shape.turns < kMostListed ? kRow * shape.turns : kMostListed;
+  const int most = shape.cluster_bits < 4 ? 2 * kRow : 480;
+  return kRow * shape.turns < most ? kRow * shape.turns : most;
 }
 
 // Room for the words of a slice, that before, and one that is read but does not count after.
@@ -228,8 +231,8 @@ struct Margins {
   int32_t lower;
 
   // For a threshold of which `share` of the sample is expected to be better.
-  __device__ __forceinline__ explicit Margins(float share) {
-    const float expected = share * kSamples, variance = expected * (1 - share) + 1e-6f;
+  __device__ __forceinline__ explicit Margins(float share, int32_t samples = kSamples) {
+    const float expected = share * samples, variance = expected * (1 - share) + 1e-6f;
     const float margin = 4 * variance * rsqrtf(variance) + 2;
     upper = static_cast<int32_t>(expected - margin);
     lower = static_cast<int32_t>(expected + margin) + 1;
@@ -376,6 +379,21 @@ __device__ __forceinline__ Interval bracket(Shared& shared, const Margins& margi
     most = has_high ? found.high : most;
     least = has_low ? found.low : least;
   }
+}
+
+// Where fewer than `rank` places are above the low end of an interval: the next, from there to the key of the sample
+// that is probably below the threshold, by what the counts of all places say. All threads of the CTA work.
+__device__ __forceinline__ Interval bracket_below(const Shared& shared, uint32_t low, uint32_t rank) {
+  const uint32_t own = threadIdx.x < kSamples ? shared.sample_keys[threadIdx.x] : 0, total = shared.total;
+  const uint32_t key = own <= low ? own : 0;
+  const int32_t left = shared.quota.end - shared.quota.begin - static_cast<int32_t>(total);
+  const Margins margins(__fdividef(rank - total, larger(left, 1)), __syncthreads_count(key));
+  uint32_t found = 0;  // the largest that `margins.lower` keys reach
+#pragma unroll 1
+  for (uint32_t bit = 1u << 31; bit; bit /= 2) {
+    if (__syncthreads_count(key >= (found | bit)) >= margins.lower) found |= bit;
+  }
+  return {max(found - (found == low), kLowestKey - 1), low + 1};
 }
 
 }  // namespace vegas_ops::selection::hopper
