@@ -30,6 +30,26 @@ __device__ __forceinline__ const Element* guide_heads(const VegasVerifyParams& p
          int64_t{kv_head} * group * p.q_stride_head;
 }
 
+// The next term of eight sums, of the query's type, which they lose.
+template <class Element>
+__device__ __forceinline__ void take_term(float (&sum)[8], uint32_t (&words)[4]) {
+  // A sum that exceeds fp16 goes on in the next term; infinities and NaN stay.
+  constexpr float kLargest = std::is_same_v<Element, __half> ? 65504.0f : INFINITY;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    float part[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float value = sum[2 * j + e];
+      part[e] = fabsf(value) < INFINITY ? fmaxf(-kLargest, fminf(value, kLargest)) : value;
+    }
+    words[j] = pack<Element>(part[0], part[1]);
+    const float2 rounded = unpack<Element>(words[j]);
+    sum[2 * j] -= rounded.x;
+    sum[2 * j + 1] -= rounded.y;
+  }
+}
+
 // Dimensions [8 * s, 8 * s + 8) of a column, for segments s = segment, segment + 4 and so on. Columns take turns in
 // being the two guide rows, so that each lane finds both in its accumulators; one guide row stands for two equal ones.
 // A token dump sums logits over heads and rows in fp32: its four columns are the sum of all those rows, split into
@@ -74,23 +94,7 @@ __device__ inline void guide_column(const VegasVerifyParams& p, const VerifyRequ
     for (int j = 0; j < 4; ++j) {
       if (!token) words[j] = pack<Element>(sum[s][2 * j] * share, sum[s][2 * j + 1] * share);
     }
-    for (int term = 0; token && term <= column; ++term) {
-      // A sum that exceeds fp16 goes on in the next term; infinities and NaN stay.
-      constexpr float kLargest = std::is_same_v<Element, __half> ? 65504.0f : INFINITY;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float part[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float value = sum[s][2 * j + e];
-          part[e] = fabsf(value) < INFINITY ? fmaxf(-kLargest, fminf(value, kLargest)) : value;
-        }
-        words[j] = pack<Element>(part[0], part[1]);
-        const float2 rounded = unpack<Element>(words[j]);
-        sum[s][2 * j] -= rounded.x;
-        sum[s][2 * j + 1] -= rounded.y;
-      }
-    }
+    for (int term = 0; token && term <= column; ++term) take_term<Element>(sum[s], words);
     made[s] = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }

@@ -83,6 +83,71 @@ __device__ __forceinline__ void make_guide_column(const VegasVerifyParams& p, co
   }
 }
 
+// The same of a `token` dump, as guide_column makes it: lanes sum one segment of all dumped rows, read several rows at
+// once, and keep some of its terms.
+template <class Element, int kSegments>
+__device__ __forceinline__ void make_token_column(const VegasVerifyParams& p, const VerifyRequest& request, int kv_head,
+                                                  int column, int segment, uint4 (&made)[kSegments]) {
+  constexpr int kBatch = 8;  // rows that are read at once
+  constexpr int kOfRow = 4 * kSegments;
+  static_assert(32 % kOfRow == 0, "a lane sums one segment");
+  constexpr int kTerms = portable::kGuideColumns * kOfRow / 32;  // of a lane
+  const int lane = threadIdx.x % 32;
+  const int group = p.num_heads_q / p.cache.num_heads_kv;
+  const int own = lane % kOfRow * 8;
+  const Element* const first_heads = portable::guide_heads<Element>(p, request, kv_head, 0) + own;
+  const Element* const last_heads =
+      portable::guide_heads<Element>(p, request, kv_head, request.num_guides - 1) + own - group * p.q_stride_head;
+  const int rows = own < p.cache.head_dim ? request.num_guides * group : 0;
+  float sum[8] = {};
+#pragma unroll 1
+  for (int first = 0; first < rows; first += kBatch) {
+    uint4 values[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      values[i] = make_uint4(0, 0, 0, 0);
+      const int row = first + i;
+      if (row < rows) {
+        values[i] = portable::load_query((row < group ? first_heads : last_heads) + row * p.q_stride_head, true);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const uint32_t words[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = portable::unpack<Element>(words[j]);
+        sum[2 * j] += pair.x;
+        sum[2 * j + 1] += pair.y;
+      }
+    }
+  }
+  uint32_t terms[kTerms][4];
+#pragma unroll
+  for (int term = 0; term < portable::kGuideColumns; ++term) {
+    uint32_t words[4];
+    portable::take_term<Element>(sum, words);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (term < kTerms || term / kTerms == lane / kOfRow) terms[term % kTerms][j] = words[j];
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < kSegments; ++s) {
+    const int from = column / kTerms * kOfRow + segment + 4 * s;
+    uint32_t got[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        const uint32_t word = __shfl_sync(0xffffffffu, terms[term][j], from);
+        if (term == 0 || column % kTerms == term) got[j] = word;
+      }
+    }
+    made[s] = make_uint4(got[0], got[1], got[2], got[3]);
+  }
+}
+
 // Keys on the 16-row side of mma.m16n8k16, guide columns on the 8-column side; the guide warps share the keys of a
 // tile. Lanes read and keep whole segments of 16 bytes, whose words are their operands of two products: a product takes
 // its dimensions in any order, if only both sides have the same. Keys take turns within 8, so that the lanes that read
@@ -128,7 +193,9 @@ __device__ __forceinline__ void multiply_guides(const VegasVerifyParams& p, cons
     if constexpr (T::kFp8) {
       if (s.first_tile < s.end_tile) hand_guides<T>(p, s, shared.rows, 32 * guide_warp + lane);
     } else if constexpr (!kHanded) {
-      if (token || !T::kGuesses) {
+      if (token) {
+        make_token_column<Element>(p, s.request, s.kv_head, lane / 4 % portable::kGuideColumns, lane % 4, query);
+      } else if constexpr (!T::kGuesses) {
         portable::guide_column<Element>(p, s.request, s.kv_head, lane / 4 % portable::kGuideColumns, lane % 4, query);
       } else if constexpr (T::kGuesses) {
         make_guide_column<Element>(p, s.request, s.kv_head, lane / 4, lane % 4, query);
