@@ -192,6 +192,10 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--random-weights must go without --texts and --prompts: it reads no text")
     if arguments.texts and not list(arguments.texts.glob("*.txt")):
         parser.error(f"--texts must be a folder that holds .txt files, got {arguments.texts}")
+    if arguments.prompts and not arguments.prompts.is_file():
+        parser.error(f"--prompts must be a file, got {arguments.prompts}")
+    if not arguments.random_weights and not arguments.model.is_dir():
+        parser.error(f"--model must be a folder, got {arguments.model}")
     return arguments
 
 

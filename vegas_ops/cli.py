@@ -279,7 +279,8 @@ def _generate(args: argparse.Namespace) -> int:
         ratio=ratio,
     )
 
-    decoder = session.decoder(len(request.prompt) + args.max_new_tokens + gamma + 1)
+    room = args.max_new_tokens + min(gamma, args.max_new_tokens) + 1
+    decoder = session.decoder(len(request.prompt) + room)
     with _PromptBar(len(request.prompt)) as bar:
         decoder.on_prompt = bar.update
 
@@ -411,8 +412,10 @@ def _bench(args: argparse.Namespace) -> int:
         wanted = options.pop(0)
         names = [wanted] if wanted in names else [name for name in names if name.startswith(wanted)]
         if len(names) != 1:
+            several = f", which begins {' and '.join(names)}" if names else ""
             raise ValueError(
-                f"`name` must be one of {', '.join(_benchmark_names())}, or its beginning, got {wanted!r}"
+                f"`name` must be one of {', '.join(_benchmark_names())}, or its beginning, "
+                f"got {wanted!r}{several}"
             )
     return max(int(_benchmark(name)(options) or 0) for name in names)
 

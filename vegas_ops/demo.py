@@ -95,7 +95,8 @@ def run_demo(options: DemoOptions, console: Console) -> int:
             style="yellow",
         )
     # Both start from the pages of one and the same prompt.
-    decoder = session.decoder(len(ids) + 2 * (options.max_new_tokens + options.gamma) + 4 * PAGE_SIZE)
+    room = options.max_new_tokens + min(options.gamma, options.max_new_tokens)
+    decoder = session.decoder(len(ids) + 2 * room + 4 * PAGE_SIZE)
     prompt = _read_prompt(session, decoder, ids, console)
     runs = []
     for name, gamma in (
