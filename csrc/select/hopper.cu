@@ -69,12 +69,11 @@ struct ResidentShape {
 
 using ResidentKernel = void (*)(VegasSelectParams, Wave, uint32_t);
 
-// Steps that the compiler knows, of three groups, would not fit into registers.
 ResidentKernel resident_kernel_for(int reach, int rows) {
   using namespace resident;
   constexpr ResidentKernel kKernels[3][kMostRows] = {
       {resident_kernel<kNone, 1>, resident_kernel<kNone, 2>, resident_kernel<kNone, 3>},
-      {resident_kernel<kLookAhead, 1>, resident_kernel<kLookAhead, 2>, resident_kernel<kAny, 3>},
+      {resident_kernel<kLookAhead, 1>, resident_kernel<kLookAhead, 2>, resident_kernel<kLookAhead, 3>},
       {resident_kernel<kAny, 1>, resident_kernel<kAny, 2>, resident_kernel<kAny, 3>}};
   return kKernels[reach == kNone ? 0 : reach == kLookAhead ? 1 : 2][rows - 1];
 }
@@ -162,8 +161,10 @@ cudaError_t launch(const VegasSelectParams& p, const Wave& wave, cudaStream_t st
   const Shape shape = shape_for(wave.lists, p, num_sms);
   void (*const kernel)(VegasSelectParams, Wave, Shape) =
       p.pool_before + p.pool_after > 0 ? select_kernel<true> : select_kernel<false>;
-  constexpr int kMostBytes = shared_bytes({kMostClusterBits, kMostWords / (kRowWords * kWarps), kWarps});
-  static_assert(kMostBytes <= 227 * 1024, "a CTA's shared memory must hold the longest slice");
+  constexpr int kTurns = kMostWords / (kRowWords * kWarps);
+  constexpr int kMostBytes = shared_bytes({kMostClusterBits, kTurns, kWarps});
+  static_assert(kMostBytes <= 227 * 1024 && shared_bytes({kMostClusterBits - 1, kTurns, kWarps}) <= kMostBytes,
+                "a CTA's shared memory must hold the longest slice");
   error = allow_clusters(kernel, kMostBytes);
   if (error != cudaSuccess) return error;
   const int cluster = 1 << shape.cluster_bits;

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   Selector<kRows> select = {p, shared, reinterpret_cast<uint32_t*>(&shared + 1), ctas, cta};
   float (&x)[kRows][kGroup] = select.x;
-  const auto forced_at = [&] { return static_cast<int32_t>((cta + 1) * threads() - 1 - threadIdx.x); };
+  const auto forced_at = [&] { return static_cast<int32_t>((cta + 1) * select.threads() - 1 - threadIdx.x); };
   // Which sample a thread draws, or -1. Where threads have several groups, registers are scarce, and what lane 31 reads
   // for its warp's first windows has the place of a sample's window.
   constexpr bool kShares = kPooled && (kRows > 1 || kReach == kAny);
@@ -120,11 +120,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int turn = 0;; turn ^= 1) {
     // All loads before the first use of one.
     const Quota& quota = plan.quota;
-    const int32_t halo_at = plan.origin + select.place(0) - kRow;
+    uint32_t thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));  // what was prefetched is found anew, for registers are scarce
+    const int32_t halo_at = plan.origin + select.place(0, thread) - kRow;
     float halo[kGroup], sampled[kGroup];
     if (kShares) {
       const bool last = lane_of_thread() == 31;
       if (last || plan.sample >= 0) stage_group(staged, plan.scores, last ? halo_at : plan.sample, plan.length);
+      cute::cp_async_fence();
     } else if (plan.sample >= 0) {
       if (kPooled) {
         load_group(sampled, plan.scores, plan.sample, plan.length);
@@ -134,12 +137,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      load_group(x[row], plan.scores, plan.origin + select.place(row), plan.length);
+      load_group(x[row], plan.scores, plan.origin + select.place(row, thread), plan.length);
     }
     if (kPooled && !kShares && lane_of_thread() == 31) load_group(halo, plan.scores, halo_at, plan.length);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      const int32_t place = select.place(row);
+      const int32_t place = select.place(row, thread);
       if (may_be_in_page && place < plan.length) load_page(row, place >> page_bits);
     }
     if (by_bits && forced_at() < quota.head + quota.tail) load_page(kRows, forced_token(quota) >> page_bits);
@@ -150,7 +153,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       shared.in_page = may_be_in_page && plan.origin == 0;
     }
     sample = negative_infinity();
-    if (kShares) cute::cp_async_wait<0>();
+    if (kShares) {
+      cute::cp_async_fence();
+      cute::cp_async_wait<1>();  // but not for pages
+    }
     const float* const drawn_from = kShares ? staged : sampled;
     if (plan.sample >= 0 && drawn_from[kGroup - 1] > negative_infinity()) {
       sample = drawn_from[kGroup - 1];
@@ -162,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // The last row first, for its windows reach unpooled scores of the one before.
 #pragma unroll
     for (int row = kRows - 1; row >= 0; --row) {
-      const int32_t position = plan.origin + select.place(row);
+      const int32_t position = plan.origin + select.place(row, thread);
       constexpr uint32_t kAll = (1u << kGroup) - 1;
       uint32_t ranked = kAll;  // bits
       float sum = x[row][0];
@@ -193,13 +199,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   const Quota quota = shared.quota;
   uint32_t taken = 0;
-  int32_t* const out = p.indices + (wave.first + index) * p.max_k;
+  constexpr bool kForgets = kRows == kMostRows && kReach == kAny;  // for no register is free
+  const auto list_index = [&] { return wave.first + (kForgets ? cute::cluster_id_in_grid().x : index); };
+  int32_t* const out = p.indices + list_index() * p.max_k;
   if (quota.free > 0) {
     const int32_t ranked = quota.end - quota.begin;
-    const int32_t samples = ctas > 1 ? Plan::num_samples() : smaller(ranked / (kRows * kGroup), threads());
+    const int32_t samples = ctas > 1 ? Plan::num_samples() : smaller(ranked / (kRows * kGroup), select.threads());
     const Bins bins = select.bracket(sample, samples, __fdividef(quota.free, ranked));
     if (ctas > 1) await_cluster();
-    taken = select.find_threshold(bins, quota.free);
+    taken = select.template find_threshold<kForgets>(bins, quota.free);
     cute::cp_async_wait<0>();
     select.write(list.request, shared.in_page, out + quota.head);
   } else if (ctas > 1) {
@@ -208,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Forced tokens, padding and the length, by the last threads first, which may have no scores.
   const int32_t forced_tokens = quota.head + quota.tail, count = forced_tokens + static_cast<int32_t>(taken);
-  const int32_t step = threads() * ctas;
+  const int32_t step = select.threads() * ctas;
   if (forced_at() < forced_tokens) {
     const int32_t token = forced_token(quota);
     cute::cp_async_wait<0>();
@@ -222,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 #pragma unroll 1
   for (int32_t i = count + forced_at(); i < p.max_k; i += step) out[i] = -1;
-  if (forced_at() == 0) p.topk_length[wave.first + index] = count;
+  if (forced_at() == 0) p.topk_length[list_index()] = count;
 }
 
 }  // namespace vegas_ops::selection::hopper::resident

@@ -123,7 +123,8 @@ struct Bins {
   __device__ __forceinline__ static Bins of_values(float from, float to) {
     Bins bins;
     bins.low = from;
-    bins.scale = fmaxf(fminf(__fdividef(.5f * (kAbove - 2), .5f * to - .5f * from), FLT_MAX), FLT_MIN);
+    const float width = (.5f * to - .5f * from) * (static_cast<float>(kAbove) / (kAbove - 2));
+    bins.scale = fmaxf(fminf(__fdividef(.5f, width), FLT_MAX), FLT_MIN);
     return bins;
   }
   __device__ __forceinline__ static Bins of_keys(uint32_t least, uint32_t most) {
@@ -134,15 +135,14 @@ struct Bins {
     return bins;
   }
 
-  // A value's bin as a whole number from kUnit on; less than kUnit + 1 is not counted.
+  // A value's bin as a whole number from kUnit on. Saturation takes no instruction, as other limits would.
   static constexpr float kUnit = 8388608;  // 2^23: a float's last bit counts 1 from here
-  __device__ __forceinline__ float position(float x) const { return fmaf(x - low, scale, kUnit + 1); }
-  __device__ __forceinline__ static uint32_t at_position(float position) {
-    return __float_as_uint(position) - __float_as_uint(kUnit);
+  __device__ __forceinline__ float position(float x) const {
+    return fmaf(__saturatef(fmaf(x - low, scale, 1.f / kAbove)), kAbove, kUnit);
   }
   // 0 is not counted.
   __device__ __forceinline__ uint32_t of_value(float x) const {
-    return at_position(fminf(fmaxf(position(x), kUnit), kUnit + kAbove));
+    return __float_as_uint(position(x)) - __float_as_uint(kUnit);
   }
   __device__ __forceinline__ uint32_t of_key(float x) const {
     const uint32_t key = order_key(__float_as_uint(x));

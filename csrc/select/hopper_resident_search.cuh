@@ -75,16 +75,20 @@ struct Selector {
   uint32_t counts_sent = 0;
   uint32_t keys_sent = 0;
 
+  // Known to the compiler where threads have several groups, for CTAs then are of all threads.
+  __device__ __forceinline__ static int threads() { return kRows > 1 ? kThreads : hopper::threads(); }
+  __device__ __forceinline__ static int warps() { return threads() / 32; }
+
   // Of the thread's first score of a row: a warp's rows follow each other.
-  __device__ __forceinline__ int32_t place(int row) const {
-    return ((cta * warps() + warp_of_thread()) * kRows + row) * kRow + lane_of_thread() * kGroup;
+  __device__ __forceinline__ int32_t place(int row, uint32_t thread = threadIdx.x) const {
+    return ((cta * warps() + thread / 32) * kRows + row) * kRow + thread % 32 * kGroup;
   }
 
   // (kRows * kGroup, threads), for a closer look.
   __device__ __forceinline__ float* kept() const { return reinterpret_cast<float*>(histograms + kBins * ctas); }
   // Of a row of the thread, or of its forced token.
-  __device__ __forceinline__ int32_t* page(int row) const {
-    return reinterpret_cast<int32_t*>(kept()) + (kRows * kGroup + row) * threads() + threadIdx.x;
+  __device__ __forceinline__ int32_t* page(int row, uint32_t thread = threadIdx.x) const {
+    return reinterpret_cast<int32_t*>(kept()) + (kRows * kGroup + row) * threads() + thread;
   }
 
   // Calls visit(score) for the thread's, in a short loop.
@@ -302,7 +306,8 @@ struct Selector {
     __syncthreads();
   }
 
-  // Returns how many are taken.
+  // Returns how many are taken. `kForgets`: bins are found anew rather than kept.
+  template <bool kForgets>
   __device__ __forceinline__ uint32_t find_threshold(const Bins& bins, uint32_t rank) {
     // Those of bin 0 as well, for equal addresses of a warp take one addition, and branches take longer.
 #pragma unroll
@@ -314,9 +319,11 @@ struct Selector {
     const uint32_t bin = shared.bin;
     if (bin == 0 || bin == kAbove || shared.count > kRanked) return look_closer(bins, rank);
     const float sought = __uint_as_float(__float_as_uint(Bins::kUnit) + bin);
+    Bins again = bins;
+    if (kForgets) asm volatile("" : "+f"(again.low));
     uint32_t members = 0;
 #pragma unroll
-    for (int i = 0; i < kRows * kGroup; ++i) members |= (bins.position(x[i / kGroup][i % kGroup]) == sought) << i;
+    for (int i = 0; i < kRows * kGroup; ++i) members |= (again.position(x[i / kGroup][i % kGroup]) == sought) << i;
     if (members) {
       float* to = room_for(__popc(members));
 #pragma unroll
@@ -333,7 +340,8 @@ struct Selector {
   // whether that found the threshold; where a large part of the list shares a bin, its scores are probably equal.
   __device__ __forceinline__ bool look_between_ends(const Bins& bins) {
     const uint32_t bin = shared.bin, within = shared.rank, better = shared.better;
-    const float from = bins.low + __fdividef(bin - 1.5f, bins.scale), to = bins.low + __fdividef(bin - .5f, bins.scale);
+    const float scale = fminf(kAbove * bins.scale, FLT_MAX);
+    const float from = bins.low + __fdividef(bin - 1.5f, scale), to = bins.low + __fdividef(bin - .5f, scale);
     if (bin == 0 || bin == kAbove || 16 * shared.count > shared.length || !(from < to)) return false;
     const Bins closer = Bins::of_keys(order_key(__float_as_uint(from)), order_key(__float_as_uint(to)));
     // Counts were exchanged a moment ago: nobody sends others before all have read those.
@@ -415,16 +423,38 @@ struct Selector {
     return bits;
   }
 
+  static constexpr int kCountBits = 10;  // of up to 256 places of a row
+  __device__ __forceinline__ static uint32_t of_row(uint32_t counts, int row) {
+    return counts >> kCountBits * row & (1u << kCountBits) - 1;
+  }
+
+  // Stores a value where a bit is set, and goes on. With predicates, for what the compiler makes of a condition takes
+  // twice the instructions.
+  __device__ __forceinline__ static void store_if(uint32_t set, int32_t*& to, int32_t value) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %1, 0;\n"
+        "@p st.global.b32 [%0], %2;\n"
+        "@p add.u64 %0, %0, 4;\n"
+        "}"
+        : "+l"(to)
+        : "r"(set), "r"(value)
+        : "memory");
+  }
+
   // Writes what is chosen: ascending, after what earlier CTAs write. `in_page`: all places of a row are in its page.
   __device__ __forceinline__ void write(int32_t request, bool in_page, int32_t* out) const {
-    const int lane = lane_of_thread(), warp = warp_of_thread();
+    uint32_t thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));  // not to take a register since the launch began
+    const int lane = thread % 32, warp = thread / 32;
     // Either zero is above or below nothing that equals it.
     const float threshold = shared.threshold, upper = threshold == 0 ? 0.f : threshold,
                 lower = threshold == 0 ? -0.f : threshold;
     const bool all_ties = shared.all_ties;
     const uint32_t ties = shared.ties;
-    uint32_t chosen[kRows], equal[kRows];             // bits
-    uint32_t counts[kRows], through[kRows], all = 0;  // of ties, in the high half
+    uint32_t chosen[kRows], equal[kRows];  // bits
+    uint32_t counts = 0, tie_counts = 0;   // of a row in kCountBits each
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       chosen[row] = ~below(x[row], lower) & (1u << kGroup) - 1;
@@ -434,35 +464,51 @@ struct Selector {
         equal[row] = chosen[row] & ~better;
         chosen[row] = better;
       }
-      counts[row] = __popc(chosen[row]) + (__popc(equal[row]) << 16);
-      through[row] = warp_scan(counts[row]);
+      counts |= __popc(chosen[row]) << kCountBits * row;
+      if (!all_ties) tie_counts |= __popc(equal[row]) << kCountBits * row;
     }
+    uint32_t through, ties_through = 0;
+    if (kRows == 1) {
+      const uint32_t both = warp_scan(counts + (tie_counts << 16));
+      through = both & 0xffff, ties_through = both >> 16;
+    } else if (all_ties) {
+      through = warp_scan(counts);
+    } else {
+      const uint64_t both = warp_scan(counts + (uint64_t{tie_counts} << 32));
+      through = static_cast<uint32_t>(both), ties_through = both >> 32;
+    }
+    if (lane == 31) {
+      uint32_t all = 0;  // of ties, in the high half
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      const uint32_t of_row = __shfl_sync(kAllLanes, through[row], 31);
-      through[row] += all - counts[row];
-      all += of_row;
+      for (int row = 0; row < kRows; ++row) all += of_row(through, row) + (of_row(ties_through, row) << 16);
+      shared.warp_sums[warp] = all;
     }
-    if (lane == 31) shared.warp_sums[warp] = all;
     __syncthreads();
-    const uint32_t of_warps = __reduce_add_sync(kAllLanes, lane < warp ? shared.warp_sums[lane] : 0);
+    uint32_t of_rows = __reduce_add_sync(kAllLanes, lane < warp ? shared.warp_sums[lane] : 0);
     out += shared.better + shared.better_in_bin;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      const uint32_t before = of_warps + through[row], ties_before = shared.equal + (before >> 16);
+      const uint32_t ties_before = shared.equal + (of_rows >> 16) + of_row(ties_through - tie_counts, row);
+      int32_t* to = out + (of_rows & 0xffff) + of_row(through - counts, row) + min(ties_before, ties);
+      if (row + 1 < kRows) {
+        const uint32_t in_row = __shfl_sync(kAllLanes, of_row(through, row) + (of_row(ties_through, row) << 16), 31);
+        of_rows += in_row;
+      }
       uint32_t taken = chosen[row], left = equal[row];
       if (ties_before + __popc(left) <= ties) {
         taken |= left;
       } else {
         for (uint32_t i = ties_before; i < ties; ++i) taken |= left & -left, left &= left - 1;
       }
-      int32_t* to = out + (before & 0xffff) + min(ties_before, ties);
-      const int32_t position = shared.origin + place(row);
+      const int32_t position = shared.origin + place(row, thread);
       if (in_page) {
-        const int32_t first = slot_of(p, *page(row), 0), slot = first | (position & p.page_size - 1);
+        // Of pages of 2^n tokens: as slot_of.
+        const uint32_t page = *this->page(row, thread), page_bits = __popc(p.page_size - 1);
+        const int32_t first = page >> (31 - page_bits) ? -1 : page << page_bits;
+        const int32_t slot = first | (position & p.page_size - 1);
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
-          if (taken >> i & 1) *to++ = slot | i;
+          store_if(taken & 1u << i, to, slot | i);
         }
       } else {
 #pragma unroll 1
