@@ -491,6 +491,8 @@ int select_in_waves(const VegasSelectParams& p, LaunchSelection launch, bool on_
     if (error == cudaSuccess) error = launch(p, wave, stream);
   }
   const cudaError_t last = cudaGetLastError();  // what other launches left; the next call must not find it
+  // A stream may have fewer multiprocessors than the device, too few for a cluster.
+  if (on_hopper && error == cudaErrorInvalidClusterSize) return select_in_waves(p, launch_select, false, stream);
   return launch_status("topk_aggregate_logits", error == cudaSuccess ? last : error);
 }
 

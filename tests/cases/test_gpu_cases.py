@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -62,22 +63,29 @@ class Round:
         self.counts.fill_(SENTINEL_INDEX)
 
     def run(self) -> None:
+        for op in ("flash_attn_with_logit_dump", "topk_aggregate_logits", "sparse_paged_decode"):
+            self.run_op(op)
+
+    def run_op(self, op: str) -> None:
         case = self.case
-        vegas_ops.flash_attn_with_logit_dump(
-            *case.args, **self.kwargs, **self.outputs, workspace=self.workspaces[0]
-        )
-        vegas_ops.topk_aggregate_logits(
-            self.outputs["logits"], dump="kv_head", mode="weight", guide_lse=self.outputs["guide_lse"],
-            seqlens=self.candidates, k=self.k, max_k=self.indices.shape[1], pool=(2, 0),
-            block_table=case.block_table, page_size=case.page_size, indices=self.indices,
-            topk_length=self.counts, workspace=self.workspaces[1],
-        )  # fmt: skip
-        vegas_ops.sparse_paged_decode(
-            self.draft_q, case.k_cache, case.v_cache, self.indices, self.counts,
-            tail_start=self.candidates, seqused_k=case.seqused_k, block_table=case.block_table,
-            out=self.draft_out, lse=self.draft_lse,
-            workspace=self.workspaces[2],
-        )  # fmt: skip
+        if op == "flash_attn_with_logit_dump":
+            vegas_ops.flash_attn_with_logit_dump(
+                *case.args, **self.kwargs, **self.outputs, workspace=self.workspaces[0]
+            )
+        elif op == "topk_aggregate_logits":
+            vegas_ops.topk_aggregate_logits(
+                self.outputs["logits"], dump="kv_head", mode="weight", guide_lse=self.outputs["guide_lse"],
+                seqlens=self.candidates, k=self.k, max_k=self.indices.shape[1], pool=(2, 0),
+                block_table=case.block_table, page_size=case.page_size, indices=self.indices,
+                topk_length=self.counts, workspace=self.workspaces[1],
+            )  # fmt: skip
+        else:
+            vegas_ops.sparse_paged_decode(
+                self.draft_q, case.k_cache, case.v_cache, self.indices, self.counts,
+                tail_start=self.candidates, seqused_k=case.seqused_k, block_table=case.block_table,
+                out=self.draft_out, lse=self.draft_lse,
+                workspace=self.workspaces[2],
+            )  # fmt: skip
 
     def results(self) -> dict[str, Tensor]:
         named = {
@@ -243,3 +251,83 @@ def test_case_058_busy_gpu(cuda: torch.device) -> None:
     torch.cuda.synchronize()
     for indices in results:
         assert_same_bits(indices, want, "indices")
+
+
+@pytest.fixture
+def few_multiprocessors(cuda: torch.device) -> Iterator[torch.cuda.ExternalStream]:
+    """A stream whose kernels run on eight multiprocessors or so, and do not know it."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    if not hasattr(driver, "cuGreenCtxStreamCreate"):
+        pytest.skip("needs a driver for CUDA 12.5 or newer")
+
+    def call(name: str, *arguments: object) -> None:
+        error = getattr(driver, name)(*arguments)
+        if error:
+            pytest.skip(f"{name}: error {error} of the driver")
+
+    torch.zeros(1, device=cuda)  # torch's own context
+    device = ctypes.c_int()
+    call("cuDeviceGet", ctypes.byref(device), torch.cuda.current_device())
+    everything, few, rest = (ctypes.create_string_buffer(1024) for _ in range(3))
+    call("cuDeviceGetDevResource", device, everything, 1)  # 1: multiprocessors
+    groups = ctypes.c_uint(1)
+    call("cuDevSmResourceSplitByCount", few, ctypes.byref(groups), everything, rest, 0, 8)
+    description, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuDevResourceGenerateDesc", ctypes.byref(description), few, 1)
+    call("cuGreenCtxCreate", ctypes.byref(context), description, device, 1)
+    call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, 1, 0)  # 1: beside the default stream
+    yield torch.cuda.ExternalStream(stream.value)
+    torch.cuda.synchronize()
+    call("cuStreamDestroy_v2", stream)
+    call("cuGreenCtxDestroy", context)
+
+
+@pytest.mark.parametrize("k", (64, 1024))
+@pytest.mark.parametrize("lists", (1, 64))
+def test_case_058_few_multiprocessors(
+    cuda: torch.device, few_multiprocessors: torch.cuda.ExternalStream, lists: int, k: int
+) -> None:
+    """Selection ends, with the same bits, where far fewer CTAs run at a time than the device has room for."""
+    logits = torch.randn((lists, 100000), device=cuda)
+    kwargs: dict[str, Any] = {
+        "dump": "token", "seqlens": int32([100000] * lists, cuda), "k": k, "max_k": k,
+    }  # fmt: skip
+    want, _ = vegas_ops.topk_aggregate_logits(logits, **kwargs)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(few_multiprocessors):
+        got, _ = vegas_ops.topk_aggregate_logits(logits, **kwargs)
+    few_multiprocessors.synchronize()
+    assert_same_bits(got, want, "indices")
+
+
+def test_case_058_a_round_on_few_multiprocessors(
+    cuda: torch.device, few_multiprocessors: torch.cuda.ExternalStream
+) -> None:
+    """Verification and drafts wait for CTAs as well."""
+    one = Round(cuda, seed=5, capacity=20000, batch=4)
+    one.set_lengths([20000, 900, 15000, 7], [64, 64, 9, 0])
+    want = one.eager()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(few_multiprocessors):
+        got = one.eager()
+    few_multiprocessors.synchronize()
+    assert_same_results(got, want, "on few multiprocessors")
+
+
+def test_case_045_failed_launches_are_errors_of_their_call(cuda: torch.device) -> None:
+    """On a stream whose capture was spoilt nothing can be launched: each op says so, and what is called next
+    on another stream finds nothing of it."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    one = Round(cuda, seed=6, capacity=300, batch=2)
+    one.set_lengths([300, 200], [64, 30])
+    want = one.eager()
+    torch.cuda.synchronize()
+    side, graph = torch.cuda.Stream(), ctypes.c_void_p()
+    handle = ctypes.c_void_p(side.cuda_stream)
+    for op in ("flash_attn_with_logit_dump", "topk_aggregate_logits", "sparse_paged_decode"):
+        assert driver.cuStreamBeginCapture_v2(handle, 2) == 0  # 2: of this stream alone
+        assert driver.cuStreamSynchronize(handle) != 0  # spoils it
+        with torch.cuda.stream(side), pytest.raises(RuntimeError, match=f"{op}: launch failed"):
+            one.run_op(op)
+        assert driver.cuStreamEndCapture(handle, ctypes.byref(graph)) != 0
+        assert_same_results(one.eager(), want, f"after {op} failed")
