@@ -26,7 +26,9 @@ constexpr int kMaxForcedSplits = 16;
 constexpr int64_t kRingFrom = 8 << 20;  // bytes of a dump's parts: fewer stay in the L2 cache
 constexpr int kRingTeam = 5;            // KV heads, at least: CTAs of smaller teams would wait for the ring too often
 constexpr int kRingTeams = 16;          // fewer might all wait for CTAs that other kernels leave no room for
-constexpr int64_t kFewKeys = 1 << 17;   // of a call: two row groups of d = 64 look for more no earlier than others
+constexpr size_t kPaceBytes = 256;
+constexpr int kMostPacedRows = 16;     // packed, of d = 64
+constexpr int64_t kFewKeys = 1 << 17;  // of a call: two row groups of d = 64 look for more no earlier than others
 
 // What sizes a workspace.
 struct Sizes {
@@ -51,8 +53,10 @@ int even_teams(int most, int64_t pairs) {
   return static_cast<int>(even) >= most - most / 20 ? static_cast<int>(even) : most;
 }
 
-// Of all teams of a grid of two CTAs per SM: each CTA has its keys of kMostRingTiles tiles.
-size_t ring_bytes(int num_sms) { return size_t{2} * num_sms * kMostRingTiles * kMostTileKeys * sizeof(uint32_t); }
+// Of all teams of a grid of two CTAs per SM: each CTA has its keys of kMostRingTiles tiles. Then the count of steps.
+size_t ring_bytes(int num_sms) {
+  return size_t{2} * num_sms * kMostRingTiles * kMostTileKeys * sizeof(uint32_t) + kPaceBytes;
+}
 
 size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int num_sms, bool guides_in_rows, char* base,
                Workspace* w) {
@@ -86,6 +90,7 @@ size_t lay_out(const Sizes& b, SplitRule rule, int row_groups, int num_sms, bool
                     w->team <= kMostRingTiles;
   w->ring_tiles = ring ? std::min(kMostRingTiles / w->team, kMostPending) * w->team : 0;
   w->ring = reinterpret_cast<uint32_t*>(take(ring_bytes(num_sms)));  // first, for it must lie where no call has others
+  w->pace = reinterpret_cast<int*>(w->ring) + (ring_bytes(num_sms) - kPaceBytes) / sizeof(int);
   w->requests = reinterpret_cast<RequestPlan*>(take(b.batch * sizeof(RequestPlan)));
   w->partial_norm = reinterpret_cast<float2*>(take(slots * w->norm_rows * sizeof(float2)));
   w->partial_output = reinterpret_cast<float*>(take(slots * w->tile_rows * padded * sizeof(float)));
@@ -201,6 +206,9 @@ int verify_hopper(const VegasVerifyParams& params, void* stream_handle) {
   if (fp8 && fp8_tile_keys(w.tile_rows, p.cache.head_dim, dumps, balanced) == 128) w.tile_shift = 7;
   // Large calls of two row groups of d = 64 leave no time, and gain nothing.
   const bool waits = row_groups == 1 || p.cache.head_dim > 64 || p.batch * int64_t{p.max_seqlen_k} <= kFewKeys;
+  // More rows of d = 64 take as long as their keys do to arrive, and lose by it.
+  const bool paced = balanced && (p.cache.head_dim > 64 || w.tile_rows <= kMostPacedRows);
+  w.pace_slack = !paced ? -1 : p.cache.head_dim > 64 ? 0 : 2;
   const bool guesses = p.batch <= kFewRequests && p.dump != VEGAS_DUMP_ROWS && waits;
   LaunchShape shape = {row_groups, 1 << w.tile_shift, guesses, dim3(w.team, w.teams.divisor)};
   shape.merges =

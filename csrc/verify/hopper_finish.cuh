@@ -195,6 +195,7 @@ __global__ void __launch_bounds__(kFinishThreads, kHeadDim > 128  ? 3
   if (of_row_tile < merges) {
     merge_rows<Element, kHeadDim>(p, w, plan, b, of_row_tile, rows_per_cta);
     cudaGridDependencySynchronize();
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0 && threadIdx.x == 0) *w.pace = 0;
     return;
   }
   cudaGridDependencySynchronize();

@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "verify/hopper_pace.cuh"
 #include "verify/hopper_traits.cuh"
 
 namespace vegas_ops::hopper {
@@ -85,6 +86,7 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
   // A first look into the table, before the previous launch has ended, has the code and the entries at hand for the
   // one that counts.
   bool rehearses = guess;
+  Pace pace;
   while (true) {
     // One copy of the code for both warps, which then find each other's in the cache.
     asm volatile("" : "+r"(value_warp));
@@ -173,6 +175,10 @@ __device__ __forceinline__ void load_tiles(const VegasVerifyParams& p, const Wor
         continue;
       }
       if (tile < s.first_tile) continue;
+      if constexpr (T::kPaced) {
+        // A warp that gathers tiles by itself has no time to wait.
+        if (!values && !guess && num_boxes > 0) pace.next(p, w, shared.share);
+      }
       wait_barrier(values ? shared.values_empty[ring.stage] : shared.keys_empty[ring.stage], ring.phase ^ 1);
       char* target = values ? shared.values[ring.stage] : shared.keys[ring.stage];
       uint64_t* full = values ? &shared.values_full[ring.stage] : &shared.keys_full[ring.stage];

@@ -41,6 +41,8 @@ struct Workspace {
   float* dump;            // the KV heads' parts of a summed dump, if they do not go through the ring
   uint32_t* ring;         // (team, tile of ring_tiles, KV head, key): such parts, zeros between calls
   int ring_tiles;         // a multiple of the team; 0: no ring
+  int* pace;              // steps of all CTAs that keep step; zero between calls
+  int pace_slack;         // tiles that a CTA may be ahead of the average; -1: any number
   SplitRule rule;
   int tile_shift;  // log2 of the keys of a tile
   cutlass::FastDivmod teams;
@@ -116,6 +118,8 @@ struct Share {
   int end;
   int request_begin;
   int request;
+  int size;   // of all teams' shares
+  int total;  // units
 };
 
 // A run of key tiles of one pair, attended by one CTA.
@@ -229,7 +233,7 @@ __device__ inline void make_plan(const VegasVerifyParams& p, const Workspace& w,
       if (pass == 1) {
         if (writes) w.requests[b] = {request, units.row_tiles, units.units, at, size};
         if (at <= begin && begin < at + units.all) {
-          Share left = {begin, min(total, begin + size), at, b};
+          Share left = {begin, min(total, begin + size), at, b, size, total};
           segment = cut_segment(p, w, request, units, left);
           share = left;
           ready();
@@ -275,7 +279,7 @@ __device__ inline void make_warp_plan(const VegasVerifyParams& p, const Workspac
     ready();
   }
   if (at <= begin && begin < end) {
-    Share left = {begin, min(total, begin + size), at, lane};
+    Share left = {begin, min(total, begin + size), at, lane, size, total};
     segment = cut_segment(p, w, request, units, left);
     share = left;
     ready();

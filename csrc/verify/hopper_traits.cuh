@@ -58,6 +58,8 @@ struct Traits {
   static constexpr int kThreads = kGroupThreads * (1 + kRowGroups);
   // One row group leaves room for two CTAs, whose softmax and products then overlap.
   static constexpr int kCtasPerSm = ctas_per_sm(kRowGroups, kHeadDim);
+  // CTAs of large calls keep step. One that has an SM to itself would leave it idle.
+  static constexpr bool kPaced = kCtasPerSm == 2;
   // Together as many as the threads start with.
   static constexpr int kConsumerRegisters = kCtasPerSm == 2   ? (kHeadDim == 64 ? 152 : 144)
                                             : kRowGroups == 1 ? 240
@@ -114,6 +116,7 @@ struct Fp8Traits {
   static constexpr bool kGuesses = false;
   static constexpr bool kDumpsRows = false;
   static constexpr bool kGuidesInRows = false;
+  static constexpr bool kPaced = false;
   static constexpr int kCacheBytes = 1;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowGroups = 1;
