@@ -325,7 +325,8 @@ def _parts(logits: Tensor) -> tuple[tuple[Tensor | None, Tensor | None], dict[st
 def place_verify_rows(round: Round, group: Group, fields: dict[str, int], copied: int) -> None:
     """Fills what the round and a group know of the rows of a verification (`Round.rows`)."""
     batch, members, rows = round.shape.batch, triton.next_power_of_2(group.size), round.rows
-    block = max(16, min(_BLOCK, 8192 // members))
+    # Each program compares its rows with all members: many small ones take a third of the time.
+    block = max(16, min(_BLOCK, 1024 // members))
     _verify_rows_kernel[(triton.cdiv(group.rows, block),)](
         round.values, round.int32, round.block_table, round.table, rows.owner, rows.offset, rows.positions,
         rows.slots, rows.tokens, group.cu_seqlens_q, rows.last, batch, group.batch.start, group.size,
