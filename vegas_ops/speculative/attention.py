@@ -14,7 +14,7 @@ from vegas_ops import ops
 from vegas_ops.speculative.kv_cache import PagedKVCache, to_device
 from vegas_ops.speculative.model import KVTarget, Model, layer_attention, selecting_layers
 from vegas_ops.speculative.request import Request
-from vegas_ops.speculative.selection import Policy, Selection, Verified
+from vegas_ops.speculative.selection import Lists, Policy, Selection, Verified
 
 if TYPE_CHECKING:
     from vegas_ops.speculative.round import Round
@@ -254,6 +254,7 @@ class Group:
             cache=self.cache,
             num_heads_kv=self.model.num_heads_kv,
             sinks=self.stacked_sinks,
+            lists=Lists(self.indices, self.length),
             width=r.shape.max_keys,
             max_k=self.max_k,
             max_rows=self.max_rows,
@@ -345,9 +346,10 @@ class Group:
         """The lists of the next drafts."""
         assert self.verified is not None
         lists = self.policy.select(self.verified)
-        width = min(self.indices.shape[-1], lists.indices.shape[-1])
-        self.indices[..., :width] = lists.indices[..., :width]
-        self.length.copy_(lists.length)
+        if lists.indices is not self.indices:  # the policy's kernel did not write there
+            width = min(self.indices.shape[-1], lists.indices.shape[-1])
+            self.indices[..., :width] = lists.indices[..., :width]
+            self.length.copy_(lists.length)
         if self.guide_lse is not None and lists.guide_lse is not None:
             self.guide_lse.copy_(lists.guide_lse)
 

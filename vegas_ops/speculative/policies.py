@@ -113,7 +113,7 @@ class Vegas(Policy):
         if v.dump == "rows" and self.per_kv_head:
             return top(v, torch.stack([self._weights_of_two_rows(v, layer) for layer in range(v.layers)]))
         lists = top(
-            v, v.logits, dump=v.dump,
+            v, v.logits, dump=v.dump, out=v.lists,
             mode="logit" if self.score == "logit" else "weight",
             lse=v.lse if v.dump in ("rows", "all") else None,
             sinks=v.sinks if self.score == "weight" else None,

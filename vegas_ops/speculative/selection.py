@@ -56,8 +56,9 @@ class Verified:
     offset: (rows,) int64, which request and which of its rows, owner == batch for unused rows;
     candidates, seqused_k, k: (batch,) int32 (k: the budget); num_accepted, seeds and rounds:
     (batch,) int64; sinks: (layers, num_heads_q) or None. Layers with a window are not among the
-    layers. width: bound on seqused_k; max_k: width of the lists; max_rows: bound on a
-    request's rows; first: the requests had no selection before.
+    layers. lists: where the selection goes; what lies there is no longer needed. width: bound on
+    seqused_k; max_k: width of the lists; max_rows: bound on a request's rows; first: the requests had
+    no selection before.
     """
 
     dump: Dump
@@ -79,6 +80,7 @@ class Verified:
     cache: PagedKVCache
     num_heads_kv: int
     sinks: Tensor | None
+    lists: Lists
     width: int
     max_k: int
     max_rows: int
@@ -228,10 +230,12 @@ def top(
     k: Tensor | None = None,
     *,
     dump: Dump = "token",
+    out: Lists | None = None,
     **score: Any,
 ) -> Lists:
     """The select op over all layers at once, with look-ahead by the group's window. Scores
-    (layers, batch, num_heads_kv, width) of a "token" dump are folded into the batch."""
+    (layers, batch, num_heads_kv, width) of a "token" dump are folded into the batch; the others' lists may
+    go to `out`."""
     assert logits is not None
     k = v.k if k is None else k
     seqlens = v.candidates
@@ -248,7 +252,8 @@ def top(
     )  # fmt: skip
     indices, length = ops.topk_aggregate_logits(
         logits, dump=dump, seqlens=seqlens, k=k, max_k=v.max_k, pool=(v.window, 0), workspace=workspace,
-        **score,
+        indices=None if out is None else out.indices,
+        topk_length=None if out is None else out.length, **score,
     )  # fmt: skip
     if heads:
         indices, length = (x.unflatten(1, (-1, heads)) for x in (indices, length))
