@@ -137,6 +137,9 @@ class Linear:
         """The layer's output in fp32, where the machine allows it without a rounding in between."""
         if self._weight is not None and self._fused(x, logits=True):
             return fused.linear(x, self._weight, dtype=torch.float32, fixed=self.fixed_rows)
+        plain = self.bias is None and not self.fixed_rows and x.dtype != torch.float32
+        if self._weight is not None and x.is_cuda and plain:
+            return torch.mm(x, self._weight.t(), out_dtype=torch.float32)  # no launch to cast many logits
         return self(x).float()
 
     def _fixed(self, x: torch.Tensor) -> torch.Tensor:
