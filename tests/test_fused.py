@@ -148,6 +148,15 @@ def test_a_row_does_not_depend_on_the_number_of_rows(monkeypatch, least):
         assert all(torch.equal(a, b[:rows]) for a, b in zip(scaling(rows), whole, strict=True))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no library for many rows")
+def test_logits_of_many_rows_are_not_rounded():
+    x, weight = rand(130, 1344).to(DTYPE), (rand(300, 1344, seed=1) * 1344**-0.5).to(DTYPE)
+    assert not fused.serves(130, 1344, logits=True)
+    got = Linear(weight.to(DEVICE)).logits(x.to(DEVICE))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.cpu().double(), x.double() @ weight.double().t(), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(8, 2, 64), (6, 2, 16), (32, 8, 128)])
 def test_rotate(q_heads, kv_heads, dim):
     rows, heads = 5, q_heads + 2 * kv_heads
