@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from pathlib import Path
 
@@ -93,3 +94,21 @@ def test_files_can_be_read_in_a_sitting() -> None:
             if path.suffix in (".py", ".h", ".cuh", ".cu", ".cpp"):
                 lines = len(path.read_text().splitlines())
                 assert lines <= 600, f"{path.relative_to(ROOT)} must have at most 600 lines, got {lines}"
+
+
+def test_code_that_architectures_share_asks_for_none_of_them() -> None:
+    """cmake/cuda.cmake has large files of these folders compiled once for several architectures."""
+    alike = {"verify": [(900, 1000, 1200)], "sparse": [(800, 860), (900, 1000, 1200)]}
+    alike["common"] = alike["sparse"]
+    listed = (ROOT / "cmake" / "cuda.cmake").read_text()
+    assert '_sparse ${architectures} ALIKE "80 86" "90 100 120"' in listed
+    compare = {"==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+    asked = 0
+    for folder, groups in alike.items():
+        for path in (SOURCES / folder).iterdir():
+            for sign, number in re.findall(r"__CUDA_ARCH__ ([=!<>]+) (\d+)", path.read_text()):
+                asked += 1
+                for group in groups:
+                    answers = {compare[sign](architecture, int(number)) for architecture in group}
+                    assert len(answers) == 1, f"{path.name} must not tell {group} apart"
+    assert asked
