@@ -126,6 +126,24 @@ def test_few_requests(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("batch", (16, 64, 150))
+@pytest.mark.parametrize("heads_q", (8, 24))
+@pytest.mark.parametrize("options", ({}, {"batch_invariant": True}, {"num_splits": 3}))
+def test_padded_batches(device: torch.device, options: dict[str, Any], heads_q: int, batch: int) -> None:
+    """Runs of requests without keys: at the end, as engines pad, at the beginning, between others, everywhere."""
+    for kept in (range(batch // 4), range(batch - 2, batch), (1, batch // 2, batch - 3), ()):
+        lengths = [0] * batch
+        for b in kept:
+            lengths[b] = 900 + b
+        check_sparse(
+            SparseCase(
+                seed=batch, device=device, dtype=case_dtype(device), heads_q=heads_q, head_dim=64,
+                lengths=lengths, tail_starts=[max(n - 8, 0) for n in lengths],
+                counts=[n // 2 for n in lengths], page_size=16, with_sinks=True, options=options,
+            )
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("window", ((0, 0), (5, 0), (100, -1), (-1, 0)))
 def test_window_layer_drafts_from_a_clipped_tail(device: torch.device, window: tuple[int, int]) -> None:
     lengths = (90, 3, 0)

@@ -216,6 +216,24 @@ __device__ __forceinline__ void finish_segment(const VegasSparseParams& p, const
   }
 }
 
+// Requests without keys, which are many where a batch is padded: a segment each would cost as much as many tiles.
+template <class T>
+__device__ __forceinline__ void write_keyless(const VegasSparseParams& p, const SparsePlan& plan,
+                                              const SegmentWalk<T::kCalls>& walk) {
+  constexpr int kQuads = T::kHeadDim / 4;
+#pragma unroll 1
+  for (int b = walk.share; b < p.batch; b += gridDim.y) {
+    if (!walk.is_keyless(b)) continue;
+#pragma unroll 1
+    for (int first_head = blockIdx.x * plan.group; first_head < p.num_heads_q; first_head += gridDim.x * plan.group) {
+#pragma unroll 1
+      for (int item = threadIdx.x; item < plan.group * kQuads; item += blockDim.x) {
+        write_columns<T>(p, b, first_head + item / kQuads, item % kQuads * 4, RowPart<float4>(), -INFINITY, 1.0f);
+      }
+    }
+  }
+}
+
 template <class T>
 __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
     sparse_kernel(const __grid_constant__ VegasSparseParams p, const __grid_constant__ SparsePlan plan, int stages,
@@ -304,7 +322,10 @@ __global__ void __launch_bounds__(32 * kSparseMaxWarps, 1)
       finish_segment(p, plan, shared, turn, segment, chunks, first_head, heads);
       first = false;
     }
-    if (!stale) break;
+    if (!stale) {
+      write_keyless<T>(p, plan, segment);
+      break;
+    }
     cute::cp_async_wait<0>();
   }
   cute::cp_async_wait<0>();

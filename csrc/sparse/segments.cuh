@@ -63,7 +63,8 @@ struct SparsePlan {
 };
 
 // The tiles of a request's pairs, and the units in which they are shared out. Teams take runs of units of one tile, or
-// where results must not depend on other requests, one unit after the other.
+// where results must not depend on other requests, one unit after the other. A request without keys has no units, unless
+// it has a cluster.
 struct RequestTiles {
   int tiles;
   int unit_tiles;
@@ -71,7 +72,7 @@ struct RequestTiles {
 
   // chunk_tiles: of a unit where teams take whole chunks, else 0.
   __device__ RequestTiles(const SparsePlan& plan, int keys, int chunk_tiles, bool balanced) {
-    tiles = max(1, ceil_div(keys, kSparseTile));
+    tiles = ceil_div(keys, kSparseTile);
     if (balanced && chunk_tiles == 0) {
       unit_tiles = 1;
       units = tiles;
@@ -125,6 +126,8 @@ struct SegmentWalk {
   int begin;
   int end;
   int unit;  // next one
+  uint32_t keyless[2];  // a bit per looked up request that has no units
+  bool keyless_beyond;  // whether others have none
   int request;
   int request_begin;  // its first unit
   SparseRequest lengths;
@@ -144,6 +147,7 @@ struct SegmentWalk {
         looked_up(p, lists),
         chunk_tiles(0),
         share(gridDim.y - 1 - blockIdx.y),
+        keyless_beyond(false),
         request(0),
         request_begin(0),
         lengths(p, plan.bound, looked_up.words[0]),
@@ -159,7 +163,11 @@ struct SegmentWalk {
     int mine[2];
     int last[2];  // up to this lane
 #pragma unroll
-    for (int i = 0; i < 2; ++i) last[i] = mine[i] = lane() + 32 * i < p.batch ? own[i].units * pairs() : 0;
+    for (int i = 0; i < 2; ++i) {
+      const bool is_request = lane() + 32 * i < p.batch;
+      last[i] = mine[i] = is_request ? own[i].units * pairs() : 0;
+      keyless[i] = __ballot_sync(0xffffffffu, is_request && mine[i] == 0);
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (i > 0 && p.batch <= 32) break;
@@ -175,15 +183,20 @@ struct SegmentWalk {
     if (!is_few() && p.batch > kLookedUp) {
       int more = 0;
 #pragma unroll 1
-      for (int b = lane() + kLookedUp; b < p.batch; b += 32) more += tiles_of(b).units * pairs();
+      for (int b = lane() + kLookedUp; b < p.batch; b += 32) {
+        const int units = tiles_of(b).units;
+        more += units * pairs();
+        keyless_beyond = keyless_beyond || units == 0;
+      }
       total += __reduce_add_sync(0xffffffffu, more);
+      keyless_beyond = __any_sync(0xffffffffu, keyless_beyond);
     }
     size = max(plan.teams.divide(total + gridDim.y - 1), has_shares() ? plan.least_tiles : 1);
     begin = unit = share * size;
     end = min(unit + size, total);
     if (unit >= end) return;
     if (!is_few() && unit >= looked_up_units) {
-      search(looked_up_units);
+      search(kLookedUp, looked_up_units);
       return;
     }
     const uint32_t beyond = __ballot_sync(0xffffffffu, last[0] > unit);
@@ -244,10 +257,10 @@ struct SegmentWalk {
   }
   __device__ bool has_shares() const { return is_balanced() && chunk_tiles == 0; }
 
-  // Finds the request of the unit behind those that are looked up, which have `before` units.
-  __device__ __forceinline__ void search(int before) {
+  // Finds the request of the unit among those from `first` on, which are not looked up, behind `before` units.
+  __device__ __forceinline__ void search(int first, int before) {
 #pragma unroll 1
-    for (int first = kLookedUp;; first += 32) {
+    for (;; first += 32) {
       const int mine = first + lane() < p.batch ? tiles_of(first + lane()).units * pairs() : 0;
       int last = before + mine;
 #pragma unroll 1
@@ -277,7 +290,10 @@ struct SegmentWalk {
     if (unit >= end) return false;
     if (unit - request_begin >= all.units * pairs()) {
       request_begin += all.units * pairs();
-      enter(request + 1);
+      do {
+        enter(request + 1);
+      } while (all.units == 0 && (is_few() || request < kLookedUp));
+      if (!is_few() && all.units == 0) search(request + 1, request_begin);
     }
     pair = pairs() == 1 ? 0 : (unit - request_begin) / all.units;
     pair_begin = request_begin + pair * all.units;
@@ -287,6 +303,12 @@ struct SegmentWalk {
     tiles = max(min(run * all.unit_tiles, all.tiles - tile), 0);
     unit += run;
     return true;
+  }
+
+  // Whether request b is this team's to write because no team attends it.
+  __device__ bool is_keyless(int b) const {
+    if (is_few() || b < kLookedUp) return (b < 32 ? keyless[0] : keyless[1]) >> b % 32 & 1;
+    return keyless_beyond && tiles_of(b).units == 0;
   }
 
   __device__ int kv_head() const { return pairs() == 1 ? blockIdx.x : pair / plan.row_tiles * gridDim.x + blockIdx.x; }
