@@ -130,7 +130,7 @@ def test_few_requests(
 @pytest.mark.parametrize("heads_q", (8, 24))
 @pytest.mark.parametrize("options", ({}, {"batch_invariant": True}, {"num_splits": 3}))
 def test_padded_batches(device: torch.device, options: dict[str, Any], heads_q: int, batch: int) -> None:
-    """Runs of requests without keys: at the end, as engines pad, at the beginning, between others, everywhere."""
+    """Requests without keys: at the end, as engines pad, at the beginning, between others, everywhere."""
     for kept in (range(batch // 4), range(batch - 2, batch), (1, batch // 2, batch - 3), ()):
         lengths = [0] * batch
         for b in kept:

@@ -44,7 +44,7 @@ int cluster_size(int64_t rows, int max_k, int multiprocessors, const AtOnce& clu
   for (int ctas = kMaxCluster; ctas > 1; --ctas) {
     if (tiles > ctas * kClusterTiles) return 1;
     if (2 * rows * ctas > multiprocessors || clusters_at_once(ctas) < 2 * rows) continue;
-    return std::min(ctas, ceil_div(tiles, kLeastClusterShare));
+    return std::min(ctas, std::max(1, ceil_div(tiles, kLeastClusterShare)));
   }
   return 1;
 }

@@ -63,8 +63,8 @@ struct SparsePlan {
 };
 
 // The tiles of a request's pairs, and the units in which they are shared out. Teams take runs of units of one tile, or
-// where results must not depend on other requests, one unit after the other. A request without keys has no units, unless
-// it has a cluster.
+// where results must not depend on other requests, one unit after the other. A request without keys has no units,
+// unless it has a cluster.
 struct RequestTiles {
   int tiles;
   int unit_tiles;
@@ -125,7 +125,7 @@ struct SegmentWalk {
   int size;   // of every share, in units
   int begin;
   int end;
-  int unit;  // next one
+  int unit;             // next one
   uint32_t keyless[2];  // a bit per looked up request that has no units
   bool keyless_beyond;  // whether others have none
   int request;

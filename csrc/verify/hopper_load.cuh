@@ -36,7 +36,10 @@ __device__ __forceinline__ void judge_guess(const VegasVerifyParams& p, const Wo
   }
   sync_judgement();
   sync_judgement();
-  if (threadIdx.x % 32 == 0) init_full_barriers(shared);
+  if (threadIdx.x % 32 == 0) {
+    invalidate_full_barriers(shared);
+    init_full_barriers(shared);
+  }
   __syncwarp();
   make_warp_plan(p, w, now, shared.share, shared.segments[0], [&] { arrive_barrier(shared.segment_full[0]); });
   sync_judgement();

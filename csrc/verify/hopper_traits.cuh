@@ -375,6 +375,15 @@ __device__ __forceinline__ void init_full_barriers(SharedMemory<T>& shared) {
   cutlass::arch::fence_barrier_init();
 }
 
+// Before they are initialised anew.
+template <class T>
+__device__ __forceinline__ void invalidate_full_barriers(SharedMemory<T>& shared) {
+  for (int stage = 0; stage < T::kStages; ++stage) {
+    cutlass::arch::ClusterBarrier::invalidate(&shared.keys_full[stage]);
+    cutlass::arch::ClusterBarrier::invalidate(&shared.values_full[stage]);
+  }
+}
+
 // A role's walk through the CTA's segments: next() waits for a segment, done() gives its slot back. Every lane for
 // itself, so that a slot is written after all that was read of it.
 template <class T>
