@@ -146,12 +146,15 @@ def check_verify(case: VerifyCase) -> dict[str, Tensor]:
     fresh = outputs_without_alias(vegas_ops.flash_attn_with_logit_dump(*case.args, **case.kwargs))
     bounds = bound_verify(case)
     bounds.check(got, again)
+    # Logits of another dtype than the op's own may come from other kernels, which round otherwise.
+    same_kernels = "logits" not in got or fresh["logits"].dtype == got["logits"].dtype
     for name, written in bounds.written.items():
-        own = fresh[name]
-        if name != "logits" or own.dtype == got[name].dtype:
-            width = written.shape[-1]
-            given = got[name][..., :width][written]
-            assert_same_bits(own[..., :width][written], given, f"{name} allocated and given")
+        own, given = (outputs[name][..., : written.shape[-1]] for outputs in (fresh, got))
+        if same_kernels:
+            assert_same_bits(own[written], given[written], f"{name} allocated and given")
+        else:
+            allocated = own.where(written, SENTINEL)
+            assert_between(allocated, bounds.low[name], bounds.high[name], f"{name} allocated")
     return got
 
 
