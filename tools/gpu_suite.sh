@@ -17,8 +17,8 @@ python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # By name: to collect others takes packages that they need.
 tests=(tests/cases/test_{attention,driver,gpu,memory,selection}_cases.py)
-for name in verify verify_large select sparse arguments value_checks fuzz workspaces hostile_data threads loop graphs unread bookkeeping \
-  fused sampling_kernels page_scores layer_attention transformers transformers_half; do
+for name in verify verify_large select sparse arguments value_checks fuzz workspaces hostile_data threads loop graphs \
+  unread bookkeeping fused sampling_kernels page_scores layer_attention transformers transformers_half; do
   tests+=("tests/test_$name.py")
 done
 
